@@ -3,10 +3,10 @@
     results = in_threads(fn, 4)                              # fn(rank, all_gather) -> anything
     results = in_processes(fn, 4, cp_size=2, megatron=True)  # DP 2 x CP 2 with real parallel_state groups
 
-`all_gather` is called as everywhere in this package ([..] -> [W, ..]) and spans all n ranks; `all_gather.cp` spans this
-rank's context-parallel group and `all_gather.dp` the ranks that hold the same slice of other samples. Ranks are numbered
-as Megatron numbers them: rank = cp_rank + cp_size * dp_rank. Nothing here waits without a bound: a rank that raises,
-dies, or leaves while others wait for it ends the run with a `RankFailure` that says where every rank was.
+`all_gather` is called as everywhere in this package ([..] -> [W, ..]) and spans all n ranks; `all_gather.cp` spans the
+context-parallel group of this rank and `all_gather.dp` the ranks that hold the same slice of other samples. Ranks are
+numbered as Megatron numbers them: rank = cp_rank + cp_size * dp_rank. Nothing here waits without a bound: a rank that
+raises, dies, or leaves while others wait for it ends the run with a `RankFailure` that says where every rank was.
 """
 
 import contextlib
@@ -268,7 +268,7 @@ def in_processes(
 
     The ranks are forked, so what is imported is imported once, and fn may be a closure; they run torch on one thread
     each. `megatron=True` sets up megatron.core.parallel_state (dp = n / cp_size) before fn is called. The ranks meet in
-    a temporary file, so no port is chosen in advance. `timeout` in seconds bounds the whole run; after the first failure
+    a temporary file, so no port is chosen in advance. `timeout` in seconds bounds the whole run; after a first failure
     the other ranks get `PATIENCE` seconds. `tick(finished)` is called about ten times a second.
 
     Raises:
