@@ -1,0 +1,71 @@
+"""The one collective of this library, an even all-gather; the only module that calls torch.distributed collectives."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from cp_returns.errors import CPCollectiveError
+
+AllGather = Callable[[Tensor], Tensor]
+"""[..] on each rank -> [W, ..] on all, in rank order. Injected everywhere, so tests can use threads or `torch.stack`."""
+
+
+def alone(x: Tensor) -> Tensor:
+    """The all-gather of one rank: x[None]."""
+    return x[None]
+
+
+@dataclass(frozen=True)
+class over:  # noqa: N801 - reads as the function it is: over(group)
+    """`over(group)` is the all-gather over a torch.distributed process group (gloo or NCCL), on the device of its input.
+
+    No autograd: what goes in is detached, what comes out requires no grad.
+    """
+
+    group: dist.ProcessGroup
+
+    @property
+    def rank(self) -> int:
+        return dist.get_rank(self.group)
+
+    @property
+    def size(self) -> int:
+        return dist.get_world_size(self.group)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        x = x.detach().contiguous()
+        flat = x.new_empty(self.size * x.numel())  # gloo wants the output flat
+        _all_gather(flat, x.view(-1), self.group)
+        return flat.view(self.size, *x.shape)
+
+    def __str__(self) -> str:
+        ranks = dist.get_process_group_ranks(self.group)
+        shown = str(ranks) if len(ranks) <= 16 else f"[{ranks[0]}, {ranks[1]}, .. {ranks[-1]}]"
+        return f"the {dist.get_backend(self.group)} group of ranks {shown}"
+
+
+def _all_gather(flat: Tensor, x: Tensor, group: dist.ProcessGroup) -> None:
+    # torch 2.13 renames the function and deprecates the old name.
+    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    gather(flat, x, group=group)
+
+
+def call(all_gather: AllGather, x: Tensor, step: str) -> Tensor:
+    """all_gather(x) for a named step of this library, so that a peer that dies is reported as that step.
+
+    Raises CPCollectiveError from the backend's own error, within the group's timeout.
+    """
+    try:
+        return all_gather(x)
+    except (RuntimeError, ConnectionError, TimeoutError) as error:
+        raise CPCollectiveError(
+            f"cp_returns: the all-gather of step '{step}' ({x.numel() * x.element_size()} bytes a rank) over "
+            f"{_name(all_gather)} did not end; a peer died, timed out or is not in the same call: {error}"
+        ) from error
+
+
+def _name(all_gather: AllGather) -> str:
+    return str(all_gather) if isinstance(all_gather, over) else f"an injected collective ({all_gather!r})"

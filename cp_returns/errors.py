@@ -1,0 +1,15 @@
+"""The two errors of this library: bad input, and a peer that does not answer."""
+
+
+class CPInputError(ValueError):
+    """Bad input, raised with the same text by every rank of the widest group that the call uses.
+
+    The text names the first bad rank, sample and token, what was given and what was expected.
+    """
+
+
+class CPCollectiveError(RuntimeError):
+    """A collective of this library did not end: a peer died, timed out or sent another size.
+
+    The text names the step of this library that was waiting and the group; the backend's own error is the cause.
+    """

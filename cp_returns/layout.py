@@ -1,0 +1,190 @@
+"""Who owns which response token: index arithmetic on host integers, no torch and no process group.
+
+Response token j of a sample is predicted by the logit at position prompt - 1 + j, and whoever holds that position owns
+j: its log-prob, KL, value and return. A layout cuts the positions of a sample into K pieces and deals them to the ranks:
+
+    cuts = clip(arange(K + 1) * piece - (prompt - 1), 0, response)        piece p is response tokens cuts[p] .. cuts[p+1]
+
+Zigzag (slime; Megatron and Transformer Engine with padding) has K = 2 * cp_size pieces, dealt 0 1 .. W-1 W-1 .. 1 0, so that
+every rank gets a cheap and a dear piece of causal attention. Contiguous layouts have K = cp_size.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from cp_returns.errors import CPInputError
+
+Integers = np.ndarray
+
+
+@dataclass(frozen=True, eq=False)
+class Layout:
+    """How a batch of N responses is cut into K pieces, and which rank owns each piece.
+
+    Build it with `zigzag`, `contiguous` or `contiguous_pack`. The *full pack* is all whole responses one after the other; a
+    rank's *local pack* is, sample by sample, the pieces that it owns in the order of their tokens.
+    """
+
+    total_lengths: Integers  # [N] prompt + response
+    response_lengths: Integers  # [N]
+    owners: Integers  # [K] the rank that owns a piece
+    cuts: Integers  # [N, K + 1] in response coordinates: 0 .. response_length
+    cp_size: int
+    piece: Integers  # [N] positions of a piece, padding included; with contiguous_pack of the stream
+    begin: Integers  # [N] where the sample begins in what is cut: 0; with contiguous_pack its place in the stream
+    grid_begin: Integers  # [N] where its first piece begins among all positions, padding included, that a rank holds
+
+    @property
+    def num_samples(self) -> int:
+        return len(self.response_lengths)
+
+    @property
+    def piece_lengths(self) -> Integers:
+        """[N, K] tokens of each piece; many are 0."""
+        return self.cuts[:, 1:] - self.cuts[:, :-1]
+
+    def pieces(self, rank: int) -> Integers:
+        """The pieces that `rank` owns, ascending; the same for every sample."""
+        if not 0 <= rank < self.cp_size:
+            raise ValueError(f"rank is {rank}; expected 0 <= rank < cp_size = {self.cp_size}")
+        return np.flatnonzero(self.owners == rank)
+
+    def lengths(self, rank: int) -> Integers:
+        """[N] tokens of each sample that `rank` owns."""
+        return self.piece_lengths[:, self.pieces(rank)].sum(axis=1)
+
+    def starts(self) -> Integers:
+        """[N] where each response begins in the full pack."""
+        return np.cumsum(self.response_lengths) - self.response_lengths
+
+    def index(self, rank: int) -> Integers:
+        """This rank's positions in the full pack, in the order of its local pack."""
+        pieces = self.pieces(rank)
+        first = (self.starts()[:, None] + self.cuts[:, pieces]).ravel()
+        lengths = self.piece_lengths[:, pieces].ravel()
+        within = np.arange(lengths.sum()) - np.repeat(np.cumsum(lengths) - lengths, lengths)
+        return np.repeat(first, lengths) + within
+
+    def token_owners(self, sample: int) -> Integers:
+        """[response_length] the rank that owns each token of one sample."""
+        return np.repeat(self.owners, self.piece_lengths[sample])
+
+
+def zigzag(
+    total_lengths: Sequence[int],
+    response_lengths: Sequence[int],
+    cp_size: int,
+    *,
+    multiple: int = 1,
+    padded_lengths: Sequence[int] | None = None,
+) -> Layout:
+    """Zigzag: 2 * cp_size pieces a sample; rank r owns pieces r and 2 * cp_size - 1 - r.
+
+    `multiple=1` is slime's rule, ceil(total / 2W) tokens a piece. Megatron and Transformer Engine pad each packed sequence to a
+    multiple of 2W * a first: give `multiple=a` (the tensor-parallel size with sequence parallelism), or the padded lengths
+    themselves (from `cu_seqlens_q_padded`, a BSHD width, an fp8 rule), which must be divisible by 2W.
+
+    Raises CPInputError naming the sample and both numbers when lengths do not fit.
+    """
+    ranks = np.arange(_size(cp_size), dtype=np.int64)
+    owners = np.concatenate([ranks, ranks[::-1]])
+    return _per_sample(total_lengths, response_lengths, owners, multiple, padded_lengths)
+
+
+def contiguous(
+    total_lengths: Sequence[int],
+    response_lengths: Sequence[int],
+    cp_size: int,
+    *,
+    multiple: int = 1,
+    padded_lengths: Sequence[int] | None = None,
+) -> Layout:
+    """Contiguous in each sample: cp_size pieces, rank r owns piece r. Arguments and errors as for `zigzag`."""
+    owners = np.arange(_size(cp_size), dtype=np.int64)
+    return _per_sample(total_lengths, response_lengths, owners, multiple, padded_lengths)
+
+
+def contiguous_pack(
+    total_lengths: Sequence[int],
+    response_lengths: Sequence[int],
+    cp_size: int,
+    *,
+    stream_length: int,
+    padded_lengths: Sequence[int] | None = None,
+) -> Layout:
+    """Contiguous over the pack (slime's `allgather_cp`): samples concatenated to one stream, which is cut in cp_size.
+
+    `stream_length` is the padded length of the stream, divisible by cp_size. `padded_lengths` are the widths that the samples
+    take in the stream, where these are wider than `total_lengths`; nothing divides them.
+    """
+    total, response = _lengths(total_lengths, response_lengths)
+    width = total if padded_lengths is None else _padded(padded_lengths, total, divisor=1)
+    size = _size(cp_size)
+    if stream_length % size or stream_length < width.sum():
+        raise CPInputError(
+            f"stream_length is {stream_length}; expected a multiple of cp_size = {size} that is at least the "
+            f"{int(width.sum())} tokens of the pack"
+        )
+    owners = np.arange(size, dtype=np.int64)
+    begin = np.cumsum(width) - width
+    piece = np.full(len(total), stream_length // size, dtype=np.int64)
+    return _cut(total, response, owners, piece, begin, np.zeros_like(total))
+
+
+def _per_sample(total_lengths, response_lengths, owners: Integers, multiple: int, padded_lengths) -> Layout:
+    total, response = _lengths(total_lengths, response_lengths)
+    if multiple < 1:
+        raise CPInputError(f"multiple is {multiple}; expected at least 1")
+    if padded_lengths is None:
+        unit = len(owners) * multiple
+        padded = -(-total // unit) * unit
+    else:
+        padded = _padded(padded_lengths, total, divisor=len(owners))
+    held = padded // int(owners.max() + 1)  # positions of a sample that a rank holds
+    return _cut(total, response, owners, padded // len(owners), np.zeros_like(total), np.cumsum(held) - held)
+
+
+def _cut(
+    total: Integers, response: Integers, owners: Integers, piece: Integers, begin: Integers, grid_begin: Integers
+) -> Layout:
+    first_logit = begin + total - response - 1  # the position that predicts response token 0
+    cuts = np.arange(len(owners) + 1) * piece[:, None] - first_logit[:, None]
+    cuts = np.minimum(np.maximum(cuts, 0), response[:, None])
+    return Layout(total, response, owners, cuts, int(owners.max()) + 1, piece, begin, grid_begin)
+
+
+def _size(cp_size: int) -> int:
+    if cp_size < 1:
+        raise CPInputError(f"cp_size is {cp_size}; expected at least 1")
+    return int(cp_size)
+
+
+def _lengths(total_lengths: Sequence[int], response_lengths: Sequence[int]) -> tuple[Integers, Integers]:
+    total = np.asarray(total_lengths, dtype=np.int64).reshape(-1)
+    response = np.asarray(response_lengths, dtype=np.int64).reshape(-1)
+    if len(total) != len(response):
+        raise CPInputError(f"{len(response)} response_lengths for {len(total)} total_lengths; expected one of each a sample")
+    bad = (response < 0) | (total < response) | ((response > 0) & (total == response))
+    if bad.any():
+        i = int(bad.argmax())
+        raise CPInputError(
+            f"sample {i}: response_length {response[i]} of total_length {total[i]}; expected 0 <= response < total: the prompt "
+            "needs at least one token, whose logit predicts the first response token"
+        )
+    return total, response
+
+
+def _padded(padded_lengths: Sequence[int], total: Integers, *, divisor: int) -> Integers:
+    padded = np.asarray(padded_lengths, dtype=np.int64).reshape(-1)
+    if len(padded) != len(total):
+        raise CPInputError(f"{len(padded)} padded_lengths for {len(total)} samples; expected one a sample")
+    bad = (padded < total) | (padded % divisor != 0)
+    if bad.any():
+        i = int(bad.argmax())
+        raise CPInputError(
+            f"sample {i}: padded_length {padded[i]} of total_length {total[i]}; expected at least the total length and a "
+            f"multiple of {divisor} (the pieces of a sample)"
+        )
+    return padded
