@@ -11,6 +11,7 @@ raises, dies, or leaves while others wait for it ends the run with a `RankFailur
 
 import contextlib
 import faulthandler
+import importlib
 import itertools
 import mmap
 import os
@@ -280,7 +281,7 @@ def in_processes(
     if dist.is_initialized():
         raise RuntimeError("in_processes starts ranks of its own, but this process is in a process group already")
     if megatron:
-        import megatron.core.parallel_state  # once here, not once in every rank
+        importlib.import_module("megatron.core.parallel_state")  # once here, not once in every rank
     sys.stdout.flush()
     sys.stderr.flush()
     context = get_context("fork")
@@ -301,8 +302,9 @@ def in_processes(
                 processes.append(process)
             outcomes = _collect(processes, pipes, timeout, tick)
         finally:
-            for process in processes:
+            for process, pipe in zip(processes, pipes, strict=True):
                 _stop(process)
+                pipe.close()
         return _values([_explained(o, folder, notes[o.rank]) for o in outcomes])
 
 
@@ -341,21 +343,21 @@ def _join(rank, n, cp_size, megatron, timeout, store, note=lambda *text: None) -
             os.environ["GLOO_SOCKET_IFNAME"] = loopback
     limit = timedelta(seconds=timeout + PATIENCE)  # the run's own bound comes first: it has the better report
     dist.init_process_group("gloo", store=store, rank=rank, world_size=n, timeout=limit)
+    groups: list[Any]
     if megatron:
         from megatron.core import parallel_state as mpu
 
-        minutes = limit.total_seconds() / 60
+        minutes = -(-limit // timedelta(minutes=1))
         mpu.initialize_model_parallel(context_parallel_size=cp_size, distributed_timeout_minutes=minutes)
-        cp, dp = mpu.get_context_parallel_group(), mpu.get_data_parallel_group()
         everyone = mpu.get_data_parallel_group(with_context_parallel=True)
+        groups = [everyone, mpu.get_context_parallel_group(), mpu.get_data_parallel_group()]
     else:
-        everyone = dist.group.WORLD
-        cp, dp = (_mine(rank, groups, limit) for groups in group_ranks(n, cp_size))
-    gathers = _noted([over(everyone), over(cp), over(dp)], note)
-    return _rank_gather(rank, n, cp_size, gathers, (cp, everyone))
+        groups = [dist.group.WORLD, *(_mine(rank, of_kind, limit) for of_kind in group_ranks(n, cp_size))]
+    gathers = _noted([over(group) for group in groups], note)
+    return _rank_gather(rank, n, cp_size, gathers, (groups[1], groups[0]))
 
 
-def _mine(rank: int, groups: list[list[int]], limit: timedelta):
+def _mine(rank: int, groups: list[list[int]], limit: timedelta) -> Any:
     """Every rank makes every group, as torch.distributed asks; returns the one that holds `rank`."""
     made = [dist.new_group(ranks, timeout=limit) for ranks in groups]
     return next(group for group, ranks in zip(made, groups, strict=True) if rank in ranks)
@@ -420,6 +422,8 @@ def _stop(process) -> None:
     if process.exitcode is None:
         process.kill()
         process.join(3.0)
+    if process.exitcode is not None:
+        process.close()
 
 
 def _write_note(note: mmap.mmap, calls: int, text: str) -> None:
