@@ -35,6 +35,7 @@ class Layout:
     piece: Integers  # [N] positions of a piece, padding included; with contiguous_pack of the stream
     begin: Integers  # [N] where the sample begins in what is cut: 0; with contiguous_pack its place in the stream
     grid_begin: Integers  # [N] where its first piece begins among all positions, padding included, that a rank holds
+    grid_length: int  # how many positions a rank holds
 
     @property
     def num_samples(self) -> int:
@@ -130,7 +131,7 @@ def contiguous_pack(
     owners = np.arange(size, dtype=np.int64)
     begin = np.cumsum(width) - width
     piece = np.full(len(total), stream_length // size, dtype=np.int64)
-    return _cut(total, response, owners, piece, begin, np.zeros_like(total))
+    return _cut(total, response, owners, piece, begin, np.zeros_like(total), stream_length // size)
 
 
 def _per_sample(total_lengths, response_lengths, owners: Integers, multiple: int, padded_lengths) -> Layout:
@@ -142,17 +143,26 @@ def _per_sample(total_lengths, response_lengths, owners: Integers, multiple: int
         padded = -(-total // unit) * unit
     else:
         padded = _padded(padded_lengths, total, divisor=len(owners))
-    held = padded // int(owners.max() + 1)  # positions of a sample that a rank holds
-    return _cut(total, response, owners, padded // len(owners), np.zeros_like(total), np.cumsum(held) - held)
+    size = int(owners.max()) + 1
+    # One rank holds the sample as it is: nothing pads it to two pieces.
+    held = -(-total // multiple) * multiple if size == 1 and padded_lengths is None else padded // size
+    grid_begin = np.cumsum(held) - held
+    return _cut(total, response, owners, padded // len(owners), np.zeros_like(total), grid_begin, int(held.sum()))
 
 
 def _cut(
-    total: Integers, response: Integers, owners: Integers, piece: Integers, begin: Integers, grid_begin: Integers
+    total: Integers,
+    response: Integers,
+    owners: Integers,
+    piece: Integers,
+    begin: Integers,
+    grid_begin: Integers,
+    grid_length: int,
 ) -> Layout:
     first_logit = begin + total - response - 1  # the position that predicts response token 0
     cuts = np.arange(len(owners) + 1) * piece[:, None] - first_logit[:, None]
     cuts = np.minimum(np.maximum(cuts, 0), response[:, None])
-    return Layout(total, response, owners, cuts, int(owners.max()) + 1, piece, begin, grid_begin)
+    return Layout(total, response, owners, cuts, int(owners.max()) + 1, piece, begin, grid_begin, grid_length)
 
 
 def _size(cp_size: int) -> int:
