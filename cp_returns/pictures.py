@@ -1,0 +1,138 @@
+"""Pictures for people who debug context parallelism: who owns which token, and one response's returns by owner.
+
+matplotlib belongs to the `cli` extra and is imported by the functions. Each returns the bytes of a PNG.
+"""
+
+import io
+from collections.abc import Sequence
+
+import numpy as np
+
+from cp_returns.layout import Layout
+
+# Okabe and Ito's colours, told apart by colour-blind eyes; more than eight ranks take steps of a colour map.
+COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#8C6BB1", "#B8A300")
+
+
+def colours(cp_size: int) -> list[str]:
+    """One colour a rank, as hex."""
+    if cp_size <= len(COLOURS):
+        return list(COLOURS[:cp_size])
+    from matplotlib import colormaps
+    from matplotlib.colors import to_hex
+
+    return [to_hex(colormaps["turbo"](0.05 + 0.9 * rank / (cp_size - 1))) for rank in range(cp_size)]
+
+
+def layout_png(layout: Layout, sample: int = 0, *, title: str = "") -> bytes:
+    """A lane a rank: its pieces of one sample over the positions of the sequence; prompt grey, padding hatched."""
+    figure, axes = _figure(1, height=1.7 + 0.42 * layout.cp_size)
+    (axis,) = axes
+    total, response = int(layout.total_lengths[sample]), int(layout.response_lengths[sample])
+    prompt, ink = total - response, colours(layout.cp_size)
+    for piece, owner in enumerate(layout.owners.tolist()):
+        start, end = positions(layout, sample, piece)
+        held, low, high = min(end, total), *response_span(layout, sample, piece)
+        axis.barh(
+            owner, end - start, left=start, height=0.78, color="#ffffff", edgecolor="#c8c8c8", hatch="////", lw=0.6
+        )
+        axis.barh(owner, max(0, held - start), left=start, height=0.78, color="#dcdcdc", edgecolor="#b0b0b0", lw=0.6)
+        if high > low:
+            left = prompt - 1 + low
+            axis.barh(owner, high - low, left=left, height=0.78, color=ink[owner], edgecolor="#ffffff", lw=0.6)
+            label = f"{low}..{high - 1}" if high - low > 1 else f"{low}"
+            roomy = (high - low) * 95 > len(label) * max(total, 1)
+            if roomy:
+                axis.text(
+                    left + (high - low) / 2,
+                    owner,
+                    label,
+                    ha="center",
+                    va="center",
+                    fontsize=8,
+                    color=_readable(ink[owner]),
+                )
+    axis.axvline(prompt - 1, color="#333333", lw=1)
+    axis.set_yticks(range(layout.cp_size), [f"rank {rank}" for rank in range(layout.cp_size)])
+    axis.set_ylim(layout.cp_size - 0.05, -0.6)
+    axis.set_xlabel(
+        "position in the sequence (colour: its logit predicts that response token; grey: none; hatched: padding)"
+    )
+    axis.set_title(title, loc="left", fontsize=10)
+    axis.annotate(
+        "predicts response token 0", (prompt - 1, layout.cp_size - 0.12), (4, 0), textcoords="offset points", fontsize=8
+    )
+    return _png(figure)
+
+
+def returns_png(
+    layout: Layout,
+    sample: int,
+    got: Sequence[float],
+    alone: Sequence[float],
+    trained: Sequence[bool],
+    *,
+    title: str = "",
+) -> bytes:
+    """One response's returns over its tokens, coloured by the rank that owns them, and below the same from one rank.
+
+    `got` are the returns put together from all ranks, `alone` those of W = 1, both of the whole response; masked tokens
+    are left out of the lines.
+    """
+    figure, (upper, lower) = _figure(2, height=5.2)
+    ink = colours(layout.cp_size)
+    mask = np.asarray(trained, dtype=bool)
+    above, below = (np.where(mask, np.asarray(y, dtype=float), np.nan) for y in (got, alone))
+    named = set()
+    dots = {"marker": ".", "markersize": 4} if len(mask) <= 400 else {}
+    for piece, owner in enumerate(layout.owners.tolist()):
+        low, high = response_span(layout, sample, piece)
+        if high == low:
+            continue
+        label = None if owner in named else f"rank {owner}"
+        named.add(owner)
+        upper.plot(np.arange(low, high), above[low:high], color=ink[owner], lw=1.6, label=label, **dots)
+        for axis in (upper, lower):
+            axis.axvspan(low - 0.5, high - 0.5, color=ink[owner], alpha=0.10, lw=0)
+    lower.plot(np.arange(len(mask)), below, color="#444444", lw=1.2, label="one rank (W = 1)", **dots)
+    upper.set_title(title, loc="left", fontsize=10)
+    upper.set_ylabel(f"returns, {layout.cp_size} ranks")
+    lower.set_ylabel("returns, one rank")
+    lower.set_xlabel("response token (gaps: tokens that the loss mask leaves out)")
+    lower.sharex(upper)
+    lower.set_ylim(upper.get_ylim())
+    upper.tick_params(labelbottom=False)
+    upper.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0), frameon=False, fontsize=9)
+    return _png(figure)
+
+
+def _readable(background: str) -> str:
+    red, green, blue = (int(background[i : i + 2], 16) for i in (1, 3, 5))
+    return "#111111" if 0.3 * red + 0.6 * green + 0.1 * blue > 130 else "#ffffff"
+
+
+def positions(layout: Layout, sample: int, piece: int) -> tuple[int, int]:
+    """[start, end) of a piece in positions of its sample, padding included."""
+    start = piece * int(layout.piece[sample]) - int(layout.begin[sample])
+    return max(0, start), max(0, start + int(layout.piece[sample]))
+
+
+def response_span(layout: Layout, sample: int, piece: int) -> tuple[int, int]:
+    """[start, end) of a piece in response tokens."""
+    return int(layout.cuts[sample, piece]), int(layout.cuts[sample, piece + 1])
+
+
+def _figure(rows: int, *, height: float):
+    from matplotlib.figure import Figure  # without pyplot: no display, no global state
+
+    figure = Figure(figsize=(10, height), dpi=120, layout="constrained")
+    axes = figure.subplots(rows, squeeze=False)[:, 0]
+    for axis in axes:
+        axis.spines[["top", "right"]].set_visible(False)
+    return figure, axes
+
+
+def _png(figure) -> bytes:
+    buffer = io.BytesIO()
+    figure.savefig(buffer, format="png")
+    return buffer.getvalue()
