@@ -53,6 +53,23 @@ def _all_gather(flat: Tensor, x: Tensor, group: dist.ProcessGroup) -> None:
     gather(flat, x, group=group)
 
 
+@dataclass
+class Counted:
+    """An all-gather that counts what passes through it: calls, and the bytes that this rank sent."""
+
+    all_gather: AllGather
+    collectives: int = 0
+    bytes_sent: int = 0
+
+    def __call__(self, x: Tensor) -> Tensor:
+        self.collectives += 1
+        self.bytes_sent += x.numel() * x.element_size()
+        return self.all_gather(x)
+
+    def __str__(self) -> str:
+        return _name(self.all_gather)
+
+
 def call(all_gather: AllGather, x: Tensor, step: str) -> Tensor:
     """all_gather(x) for a named step of this library, so that a peer that dies is reported as that step.
 
@@ -68,4 +85,4 @@ def call(all_gather: AllGather, x: Tensor, step: str) -> Tensor:
 
 
 def _name(all_gather: AllGather) -> str:
-    return str(all_gather) if isinstance(all_gather, over) else f"an injected collective ({all_gather!r})"
+    return str(all_gather) if isinstance(all_gather, over | Counted) else f"an injected collective ({all_gather!r})"

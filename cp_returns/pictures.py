@@ -58,7 +58,7 @@ def layout_png(layout: Layout, sample: int = 0, *, title: str = "") -> bytes:
     axis.set_xlabel(
         "position in the sequence (colour: its logit predicts that response token; grey: none; hatched: padding)"
     )
-    axis.set_title(title, loc="left", fontsize=10)
+    axis.set_title(title, loc="left", fontsize=10, parse_math=False)
     axis.annotate(
         "predicts response token 0", (prompt - 1, layout.cp_size - 0.12), (4, 0), textcoords="offset points", fontsize=8
     )
@@ -95,14 +95,23 @@ def returns_png(
         for axis in (upper, lower):
             axis.axvspan(low - 0.5, high - 0.5, color=ink[owner], alpha=0.10, lw=0)
     lower.plot(np.arange(len(mask)), below, color="#444444", lw=1.2, label="one rank (W = 1)", **dots)
-    upper.set_title(title, loc="left", fontsize=10)
+    upper.set_title(title, loc="left", fontsize=10, parse_math=False)
     upper.set_ylabel(f"returns, {layout.cp_size} ranks")
     lower.set_ylabel("returns, one rank")
     lower.set_xlabel("response token (gaps: tokens that the loss mask leaves out)")
     lower.sharex(upper)
     lower.set_ylim(upper.get_ylim())
     upper.tick_params(labelbottom=False)
-    upper.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0), frameon=False, fontsize=9)
+    handles, labels = upper.get_legend_handles_labels()
+    by_rank = sorted(zip(labels, handles, strict=True), key=lambda pair: int(pair[0].split()[1]))
+    upper.legend(
+        [h for _, h in by_rank],
+        [text for text, _ in by_rank],
+        loc="upper left",
+        bbox_to_anchor=(1.0, 1.0),
+        frameon=False,
+        fontsize=9,
+    )
     return _png(figure)
 
 

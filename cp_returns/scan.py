@@ -46,7 +46,8 @@ def reverse_scan(
     ticks = as_bits(tick) if tick is not None else keep
     if tick is not None and keep is not None:
         ticks = ticks & keep
-    return finish(begin(x.detach(), lengths, decay, keep=keep, tick=ticks), dtype=result_dtype(x))
+    x = select(x.detach(), keep)
+    return finish(begin(x, lengths, decay, keep=keep, tick=ticks), dtype=result_dtype(x))
 
 
 def result_dtype(*inputs: Tensor) -> torch.dtype:
@@ -118,8 +119,8 @@ def begin(
 ) -> Scan:
     """Scan every segment with nothing entering at its end.
 
-    The recurrence's x is scale * x, selected by `keep`, plus one `impulse` a segment: (offsets in the segment, float64 values), 0
-    where there is none. `keep` selects the output too. Bits as `as_bits` makes them.
+    The recurrence's x is scale * x plus one `impulse` a segment: (offsets in the segment, float64 values), 0 where there is none.
+    `keep` selects the output; `keep` and `tick` are bits as `as_bits` makes them.
     """
     tiles = []
     heads = torch.zeros(len(lengths), dtype=torch.float64, device=x.device)
@@ -160,7 +161,7 @@ def _scan_tile(x: Tensor, group: Group, decay, scale, impulse, keep: Tensor | No
     first, last = group.first[some], (group.first + group.blocks - 1)[some]
     keep = None if keep is None else _stage(keep, group)
     rows = torch.empty(BLOCK, group.num_blocks, dtype=torch.float64, device=x.device)
-    rows.copy_(select(_stage(x, group), keep).view(-1, BLOCK).t())
+    rows.copy_(_stage(x, group).view(-1, BLOCK).t())
     if isinstance(scale, Tensor) or scale != 1.0:
         rows.mul_(_per_block(scale, group))
     if impulse is not None:

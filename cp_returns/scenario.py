@@ -16,12 +16,27 @@ Every key has a default but `rollouts`, which --rollouts may give instead. An un
 """
 
 import difflib
+import importlib.util
+import math
+import statistics
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
+import torch
+from torch import Tensor
+
+from cp_returns import collectives, reference, simulate
+from cp_returns.context import CPContext, carry, gather
+from cp_returns.estimators import reinforce_plus_plus
+from cp_returns.kl import approx_kl
 from cp_returns.layout import Layout, contiguous, contiguous_pack, zigzag
-from cp_returns.rollouts import Rollouts
+from cp_returns.rollouts import Rollouts, shards, whole
+
+Tick = Callable[[str, int, int], None]
+CALLS = 5
 
 CHOICES = {
     "layout": ("zigzag", "contiguous", "contiguous_pack"),
@@ -106,3 +121,149 @@ def _check(key: str, value: Any, at: str) -> None:
             raise ScenarioError(f"{at}: is {value!r}; expected a number{' in [0, 1]' if key == 'gamma' else ''}")
     elif not isinstance(value, int) or isinstance(value, bool) or value < (0 if key == "seed" else 1):
         raise ScenarioError(f"{at}: is {value!r}; expected an integer of at least {0 if key == 'seed' else 1}")
+
+
+@dataclass(frozen=True)
+class Result:
+    """What one strategy (or one rank) gave, put together to whole responses; lists have one entry a rank."""
+
+    returns: list[Tensor]
+    bytes_sent: list[int]
+    collectives: list[int]
+    milliseconds: list[float]
+    bit_equal: bool  # to W = 1
+    from_alone: float  # largest difference from W = 1 in any sample, over that sample's largest |G|
+    from_oracle: float  # the same from the float64 oracle
+
+
+@dataclass(frozen=True)
+class Report:
+    """Returns of one batch from `layout.cp_size` ranks by every strategy, and from one rank."""
+
+    layout: Layout
+    groups: str
+    alone: Result
+    strategies: dict[str, Result]
+
+    @property
+    def agrees(self) -> bool:
+        """Whether gather equals W = 1 bit for bit, and carry to one unit of float32 (semantics.md section 10)."""
+        return self.strategies["gather"].bit_equal and self.strategies["carry"].from_alone <= 2.0**-23
+
+
+def run(
+    settings: Scenario, batch: Rollouts, cp_size: int, *, timeout: float = 300.0, tick: Tick = lambda *_: None
+) -> Report | None:
+    """Compute the returns on `cp_size` ranks by both strategies and on one, and compare.
+
+    Megatron's parallel_state makes the groups where megatron-core is installed. `tick(what, done, total)` reports
+    progress. Under torchrun rank 0 gets the report, the others None.
+
+    Raises:
+        RankFailure: a rank failed.
+        CPInputError: lengths that the layout cannot hold.
+    """
+    layout = settings.layout_of(batch, cp_size)
+    megatron = importlib.util.find_spec("megatron") is not None
+    one = settings.layout_of(batch, 1)
+    alone = _measured(settings, batch, one, 0, collectives.alone, "gather")
+
+    def rank_fn(rank, all_gather):
+        return {name: _measured(settings, batch, layout, rank, all_gather, name) for name in CHOICES["strategy"]}
+
+    of_ranks = simulate.run(
+        rank_fn, cp_size, megatron=megatron, timeout=timeout, tick=lambda done: tick("ranks", done, cp_size)
+    )
+    if of_ranks is None:
+        return None
+    oracle = _oracle(settings, batch, tick)
+    whole_alone = whole([alone.returns], one)
+    strategies = {
+        name: _result([of_rank[name] for of_rank in of_ranks], layout, whole_alone, oracle)
+        for name in CHOICES["strategy"]
+    }
+    groups = "real Megatron groups" if megatron else "torch.distributed groups: megatron-core is not installed"
+    return Report(layout, groups, _result([alone], one, whole_alone, oracle), strategies)
+
+
+@dataclass(frozen=True)
+class _Measured:
+    """What one rank got and spent on one call: the median of `CALLS`, after a first one that is not counted."""
+
+    returns: list[Tensor]
+    bytes_sent: int
+    collectives: int
+    milliseconds: float
+
+
+def _measured(settings: Scenario, batch: Rollouts, layout: Layout, rank: int, all_gather, strategy: str) -> _Measured:
+    sent: list[int] = []
+
+    def counted(x: Tensor) -> Tensor:
+        sent.append(x.numel() * x.element_size())
+        return all_gather(x)
+
+    own, ref, kl = (shards(x, layout, rank) if x else None for x in (batch.log_probs, batch.ref_log_probs, batch.kl))
+    mask, full_mask = torch.cat(shards(batch.loss_masks, layout, rank)), torch.cat(batch.loss_masks)
+    cp = CPContext(layout, rank, counted, {"gather": gather, "carry": carry}[strategy])
+    times = []
+    for _ in range(CALLS + 1):
+        all_gather(torch.zeros(1))  # start together
+        sent.clear()
+        start = time.perf_counter()
+        k = torch.cat(kl) if kl else approx_kl(torch.cat(own), torch.cat(ref), mask, kind=settings.kl)
+        G = reinforce_plus_plus(
+            k,
+            torch.tensor(batch.rewards),
+            full_mask,
+            cp=cp,
+            gamma=settings.gamma,
+            kl_coef=settings.kl_coef,
+            clock=settings.clock,
+        )
+        times.append(1e3 * (time.perf_counter() - start))
+    return _Measured(list(G.split(layout.lengths(rank).tolist())), sum(sent), len(sent), statistics.median(times[1:]))
+
+
+def _oracle(settings: Scenario, batch: Rollouts, tick: Tick) -> list[list[float]]:
+    """The float64 loop on every whole response, with the KL as it is computed in float32."""
+    oracle = []
+    for i, mask in enumerate(batch.loss_masks):
+        k = batch.kl[i] if batch.kl else approx_kl(batch.log_probs[i], batch.ref_log_probs[i], mask, kind=settings.kl)
+        oracle.append(
+            reference.reinforce_plus_plus(
+                k.tolist(),
+                batch.rewards[i],
+                mask.tolist(),
+                gamma=settings.gamma,
+                kl_coef=settings.kl_coef,
+                clock=settings.clock,
+            )
+        )
+        tick("float64 oracle", i + 1, batch.num_samples)
+    return oracle
+
+
+def _result(of_ranks: list[_Measured], layout: Layout, alone: list[Tensor], oracle: list[list[float]]) -> Result:
+    returns = whole([m.returns for m in of_ranks], layout)
+    exact = [torch.tensor(numbers, dtype=torch.float64) for numbers in oracle]
+    return Result(
+        returns=returns,
+        bytes_sent=[m.bytes_sent for m in of_ranks],
+        collectives=[m.collectives for m in of_ranks],
+        milliseconds=[m.milliseconds for m in of_ranks],
+        bit_equal=all(torch.equal(a, b) for a, b in zip(returns, alone, strict=True)),
+        from_alone=_largest(returns, alone),
+        from_oracle=_largest(returns, exact),
+    )
+
+
+def _largest(got: Sequence[Tensor], exact: Sequence[Tensor]) -> float:
+    """The largest difference of any sample, over the largest |G| of that sample; NaN if a number is."""
+    worst = 0.0
+    for a, b in zip(got, exact, strict=True):
+        if len(b):
+            off, size = float((a.double() - b.double()).abs().max()), float(b.double().abs().max())
+            share = off / size if size else (0.0 if off == 0 else math.inf)
+            worst = share if not share <= worst else worst
+    return worst

@@ -281,7 +281,7 @@ def in_processes(
     if dist.is_initialized():
         raise RuntimeError("in_processes starts ranks of its own, but this process is in a process group already")
     if megatron:
-        importlib.import_module("megatron.core.parallel_state")  # once here, not once in every rank
+        _parallel_state()  # imported once here, not once in every rank
     sys.stdout.flush()
     sys.stderr.flush()
     context = get_context("fork")
@@ -345,8 +345,7 @@ def _join(rank, n, cp_size, megatron, timeout, store, note=lambda *text: None) -
     dist.init_process_group("gloo", store=store, rank=rank, world_size=n, timeout=limit)
     groups: list[Any]
     if megatron:
-        from megatron.core import parallel_state as mpu
-
+        mpu = _parallel_state()
         minutes = -(-limit // timedelta(minutes=1))
         mpu.initialize_model_parallel(context_parallel_size=cp_size, distributed_timeout_minutes=minutes)
         everyone = mpu.get_data_parallel_group(with_context_parallel=True)
@@ -355,6 +354,13 @@ def _join(rank, n, cp_size, megatron, timeout, store, note=lambda *text: None) -
         groups = [dist.group.WORLD, *(_mine(rank, of_kind, limit) for of_kind in group_ranks(n, cp_size))]
     gathers = _noted([over(group) for group in groups], note)
     return _rank_gather(rank, n, cp_size, gathers, (groups[1], groups[0]))
+
+
+def _parallel_state() -> Any:
+    """megatron.core.parallel_state, without its remarks on GPU libraries that a CPU does not have."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*Apex (are|is) not installed", category=UserWarning)
+        return importlib.import_module("megatron.core.parallel_state")
 
 
 def _mine(rank: int, groups: list[list[int]], limit: timedelta) -> Any:

@@ -1,0 +1,284 @@
+"""The door: every estimator's input is checked here, once, before anything is exchanged or computed.
+
+Nothing raises here: the first problem of a rank becomes part of its facts, and all ranks raise it together (`agreement`). Tests of data
+that live on a GPU are left there; only a failure looks for the culprit.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import numpy as np
+import torch
+from jaxtyping import Bool, Float64, Shaped
+from torch import Tensor
+
+from cp_returns.agreement import Check, Facts, Problem
+from cp_returns.context import CPContext, Inputs, PerSample, Reward
+from cp_returns.masks import Prefix
+from cp_returns.scan import as_bits, result_dtype, select
+
+_FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+_DTYPES = (*_FLOATS, torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
+
+
+@dataclass(frozen=True)
+class Batch:
+    """A batch as formulas use it: selected, promoted, and with the facts that all ranks compare."""
+
+    facts: Facts
+    inputs: Inputs = ()  # per-token, selected by the mask
+    numbers: Mapping[str, PerSample] | None = None  # gamma, lam, kl_coef, ..: a float or float64 [samples]
+    mask: Bool[Tensor, " full"] | None = None  # tokens that count: the loss mask of the samples that count
+    rewards: Float64[Tensor, " samples"] | None = None
+    counted: Bool[Tensor, " samples"] | None = None  # not left out by sample_mask or a missing reward
+    missing: Bool[Tensor, " samples"] | None = None  # a NaN reward
+    bootstrap: Float64[Tensor, " samples"] | None = None
+    ends: np.ndarray | None = None
+
+    @cached_property
+    def prefix(self) -> Prefix:
+        return Prefix(self.mask)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return result_dtype(*(x for x in self.inputs if x is not None))
+
+    @property
+    def valid_counts(self) -> Tensor:
+        """[N] valid tokens of each whole response."""
+        ends = torch.from_numpy(self.ends).to(self.mask.device)
+        upto = self.prefix.before(ends)
+        return upto.diff(prepend=upto.new_zeros(1))
+
+    def reward(self, cp: CPContext, kl: Tensor | None, token_rewards: Tensor | None) -> Reward:
+        """r_j = -kl_coef * kl_j + token_reward_j on valid tokens, and the scalar reward at the last valid token."""
+        coef = self.numbers["kl_coef"]
+        terminal = cp.terminal(self.prefix, self.rewards)
+        if token_rewards is None and kl is not None:
+            return Reward(kl, -coef, terminal)
+        if token_rewards is None:
+            return Reward(torch.zeros(int(cp.segments.sum()), device=self.mask.device), 1.0, terminal)
+        if kl is None:
+            return Reward(token_rewards, 1.0, terminal)
+        coef = cp.spread(coef) if isinstance(coef, Tensor) else coef
+        return Reward(token_rewards.double() - coef * kl.double(), 1.0, terminal)
+
+
+def admit(
+    cp: CPContext,
+    full_mask: Shaped[Tensor, " full"],
+    rewards: Shaped[Tensor, " samples"] | None,
+    *,
+    tokens: Mapping[str, Tensor | None],
+    numbers: Mapping[str, object],
+    choices: Mapping[str, tuple[object, tuple]] | None = None,
+    samples: Mapping[str, Tensor | None] | None = None,
+    sample_mask: Tensor | None = None,
+    unselected: tuple[str, ...] = (),
+    nonfinite: str = "error",
+) -> Batch:
+    """Check the input of one call; what is wrong is in the facts of the batch.
+
+    tokens: this rank's packed per-token inputs by name, None where absent. numbers: gamma and lam (in [0, 1]) and kl_coef, each a
+    float, a 0-dim tensor or one per sample. choices: settings that are one of a few words. samples: more [N] inputs to compare.
+    unselected: tokens that are used at masked positions too.
+    """
+    layout = cp.layout
+    settings: dict[str, object] = {key: value for key, (value, _) in (choices or {}).items()}
+    settings |= {key: _plain(value) for key, value in numbers.items()} | {"nonfinite": nonfinite}
+    settings |= {f"dtype of {key}": _dtype(value) for key, value in tokens.items()}
+    shape = {
+        "response_length": layout.response_lengths,
+        "total_length": layout.total_lengths,
+        "digest of its pieces": (layout.cuts * np.arange(1, 2 * layout.cuts.shape[1], 2)).sum(axis=1),
+    }
+    facts = Facts(settings=settings, lengths=shape)
+    problem = _first_problem(cp, full_mask, rewards, tokens, numbers, choices or {}, samples or {}, sample_mask, nonfinite)
+    if problem is not None:
+        return Batch(replace(facts, problem=problem))
+    device = full_mask.device
+    mask, checks = _mask(full_mask.detach(), layout)
+    original = mask
+    kept = torch.ones(layout.num_samples, dtype=torch.bool, device=device)
+    data = {"loss_mask": mask}
+    if sample_mask is not None:
+        kept, more = _sample_mask(sample_mask.detach().to(device))
+        checks += more
+        data["sample_mask"] = kept
+    x = torch.zeros(layout.num_samples, dtype=torch.float64, device=device)
+    if rewards is not None:
+        x = rewards.detach().to(device, torch.float64)
+        data["reward"] = x
+        checks.append(_finite("reward", x, x.isinf(), "a finite number, or NaN where it is missing"))
+        kept = kept & ~x.isnan()
+    missing = x.isnan()
+    if kept.is_cuda or not kept.all():
+        mask = mask & _over_tokens(kept, layout.response_lengths)
+        x = torch.where(kept, x, 0.0)
+    ends = np.cumsum(layout.response_lengths)
+    values = {key: _number(value, layout.num_samples, device) for key, value in numbers.items()}
+    for key, value in values.items():
+        if isinstance(value, Tensor):
+            data[key] = value
+            good = value.isfinite() if key in _UNBOUNDED else (value >= 0) & (value <= _UPPER.get(key, 1.0))
+            checks.append(_finite(key, value, ~good, _range(key)))
+    for key, value in (samples or {}).items():
+        if value is not None:
+            data[key] = value.detach().to(device)
+    bootstrap = data.get("bootstrap")
+    if bootstrap is not None:
+        bootstrap = bootstrap.double()
+        checks.append(_finite("bootstrap", bootstrap, bootstrap.isinf(), "a finite number, or NaN where there is none"))
+        bootstrap = torch.where(bootstrap.isfinite(), bootstrap, 0.0)
+    keep = as_bits(cp.take(mask))
+    inputs = []
+    for key, value in tokens.items():
+        if value is None:
+            inputs.append(None)
+            continue
+        here = as_bits(cp.spread(kept)) if key in unselected else keep
+        value = select(value.detach(), here)
+        if nonfinite == "error":
+            checks += _tokens_finite(cp, key, value)
+        if key == "token_rewards":
+            checks.append(_masked_rewards(cp, tokens[key].detach(), original))
+        inputs.append(value)
+    facts = replace(facts, data=data, checks=checks)
+    return Batch(facts, tuple(inputs), values, mask, x, kept, missing, bootstrap, ends)
+
+
+_UNBOUNDED = ("kl_coef",)
+_UPPER = {"lam_alpha": float("inf")}
+
+
+def _range(key: str) -> str:
+    if key in _UNBOUNDED:
+        return "a finite number"
+    return "a number that is at least 0" if key in _UPPER else "a number in [0, 1]"
+
+
+def _first_problem(cp, full_mask, rewards, tokens, numbers, choices, samples, sample_mask, nonfinite) -> Problem | None:
+    """What the host can see without reading a tensor: settings, dtypes and shapes."""
+    layout = cp.layout
+    for key, (value, allowed) in {**choices, "nonfinite": (nonfinite, ("error", "propagate"))}.items():
+        if value not in allowed:
+            return Problem(key, repr(value), f"one of {', '.join(map(repr, allowed))}")
+    for key, value in numbers.items():
+        problem = _number_problem(key, value, layout.num_samples)
+        if problem is not None:
+            return problem
+    per_sample = {"rewards": rewards, "sample_mask": sample_mask, **samples}
+    for name, value, count, what in (
+        ("full_mask", full_mask, int(layout.response_lengths.sum()), "one a token of the whole responses"),
+        *((name, x, layout.num_samples, "one a sample") for name, x in per_sample.items()),
+        *((name, x, int(layout.lengths(cp.rank).sum()), "one a token that this rank owns") for name, x in tokens.items()),
+    ):
+        if value is None:
+            continue
+        if value.dtype not in _DTYPES:
+            return Problem(f"dtype of {name}", value.dtype, "a float, int or bool dtype")
+        if tuple(value.shape) != (count,):
+            return Problem(f"shape of {name}", list(value.shape), f"[{count}], {what}")
+    return None
+
+
+def _number_problem(key: str, value: object, samples: int) -> Problem | None:
+    if isinstance(value, Tensor) and value.numel() and value.dim():
+        return None if tuple(value.shape) == (samples,) else Problem(f"shape of {key}", list(value.shape), f"[] or [{samples}]")
+    if isinstance(value, Tensor):
+        return None
+    good = isinstance(value, (int, float)) and np.isfinite(value)
+    if good and key not in _UNBOUNDED:
+        good = 0 <= value <= _UPPER.get(key, 1.0)
+    return None if good else Problem(key, value, _range(key))
+
+
+def _number(value, samples: int, device: torch.device) -> PerSample:
+    if not isinstance(value, Tensor):
+        return float(value)
+    return value.detach().to(device, torch.float64).expand(samples)
+
+
+def _plain(value: object) -> object:
+    return f"{len(value)} numbers" if isinstance(value, Tensor) and value.dim() else "a tensor" if isinstance(value, Tensor) else value
+
+
+def _dtype(x: Tensor | None) -> str:
+    return "absent" if x is None else str(x.dtype)
+
+
+def _mask(full_mask: Tensor, layout) -> tuple[Tensor, list[Check]]:
+    if full_mask.dtype == torch.bool:
+        return full_mask, []
+    mask = full_mask != 0
+    odd = mask & (full_mask != 1)
+
+    def find() -> Problem | None:
+        return _locate("loss_mask", full_mask, odd, layout.response_lengths, "0 or 1")
+
+    return mask, [Check(odd.any(), find)]
+
+
+def _sample_mask(sample_mask: Tensor) -> tuple[Tensor, list[Check]]:
+    kept = sample_mask != 0
+    return kept, [_finite("sample_mask", sample_mask, kept & (sample_mask != 1), "0 or 1")]
+
+
+def _finite(name: str, x: Tensor, bad: Tensor, expected: str) -> Check:
+    """A check of one number a sample."""
+
+    def find() -> Problem | None:
+        first = bad.nonzero()
+        return Problem(name, x[first[0]].item(), expected, int(first[0])) if len(first) else None
+
+    return Check(bad.any(), find)
+
+
+def _tokens_finite(cp: CPContext, name: str, x: Tensor) -> list[Check]:
+    """NaN and inf at valid tokens. The sum is the cheap test: nothing non-finite leaves it finite; it may overflow, `find` knows."""
+    if x.dtype not in _FLOATS:
+        return []
+    total = x.sum(dtype=torch.float64 if x.is_cuda or x.dtype == torch.float64 else torch.float32)
+
+    def find() -> Problem | None:
+        return _locate_local(cp, name, x, ~x.isfinite(), "a finite number at a valid token")
+
+    return [Check(~total.isfinite(), find)]
+
+
+def _masked_rewards(cp: CPContext, x: Tensor, mask: Tensor) -> Check:
+    outside = select(x, ~as_bits(cp.take(mask)))
+    bad = (outside != 0) & ~outside.isnan()
+
+    def find() -> Problem | None:
+        return _locate_local(cp, "token_rewards", x, bad, "0 or NaN at a masked token: a reward there would be lost")
+
+    return Check(bad.any(), find)
+
+
+def _over_tokens(per_sample: Tensor, lengths: np.ndarray) -> Tensor:
+    repeats = torch.from_numpy(lengths).to(per_sample.device)
+    return per_sample.repeat_interleave(repeats, output_size=int(lengths.sum()))
+
+
+def _locate(name: str, x: Tensor, bad: Tensor, lengths: np.ndarray, expected: str) -> Problem | None:
+    """The first bad token of packed whole responses."""
+    first = bad.nonzero()
+    if not len(first):
+        return None
+    at = int(first[0])
+    sample = int(np.searchsorted(np.cumsum(lengths), at, side="right"))
+    token = at - int(np.cumsum(lengths)[sample] - lengths[sample])
+    return Problem(name, x[at].item(), expected, sample, token)
+
+
+def _locate_local(cp: CPContext, name: str, x: Tensor, bad: Tensor, expected: str) -> Problem | None:
+    """The first bad token of this rank's pack, named in response coordinates."""
+    first = bad.nonzero()
+    if not len(first):
+        return None
+    at = int(cp.layout.index(cp.rank)[int(first[0])])
+    starts = cp.layout.starts()
+    sample = int(np.searchsorted(starts + cp.layout.response_lengths, at, side="right"))
+    return Problem(name, x[first[0]].item(), expected, sample, at - int(starts[sample]))

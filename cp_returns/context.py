@@ -1,0 +1,317 @@
+"""CPContext: what a formula sees of context parallelism: take, spread, scan; and the two strategies that run a formula."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+
+import numpy as np
+import torch
+from jaxtyping import Float64, Int8, Shaped
+from torch import Tensor
+
+from cp_returns import exchange
+from cp_returns.agreement import Facts, agree, raise_together
+from cp_returns.collectives import AllGather, alone, call
+from cp_returns.layout import Layout, contiguous
+from cp_returns.masks import Prefix, turn_ends
+from cp_returns.scan import as_bits, begin, finish, select
+
+CLOCKS = ("token", "trainable", "turn")
+Formula = Callable[..., tuple[Tensor, ...]]
+Inputs = tuple[Tensor | None, ...]
+PerSample = float | Float64[Tensor, " samples"]
+
+
+def gather(cp: "CPContext", facts: Facts, formula: Formula, inputs: Inputs) -> tuple[Tensor, ...]:
+    """All-gather the local inputs, run the formula on whole responses as one rank would, take own tokens back.
+
+    Bit-exact: the same code on the same numbers for every cp_size. 4 bytes a float32 token, padded to the largest shard.
+    """
+    if cp.agreement == "full":
+        nothing = torch.zeros(0, dtype=torch.uint8, device=cp.device(facts, inputs))
+        agree(cp.all_gather, facts, nothing, step="agreement", where=cp.where)
+    width = max(1, *(int(cp.layout.lengths(rank).sum()) for rank in range(cp.layout.cp_size)))
+    whole: Inputs = inputs
+    if any(x is not None for x in inputs):
+        messages = call(cp.all_gather, exchange.pack_bytes(inputs, width), "gather")
+        whole = tuple(exchange.unpack_bytes(messages, inputs, width, cp.layout))
+    return tuple(cp.take(out) for out in formula(cp.whole(), *whole))
+
+
+def carry(cp: "CPContext", facts: Facts, formula: Formula, inputs: Inputs) -> tuple[Tensor, ...]:
+    """Run the formula on own pieces; its scan exchanges one float64 a piece, in the envelope of the agreement.
+
+    Within 2^-23 of the sample's largest |G| of `gather` (the bound is proved in `exchange`). The message has 8 bytes a piece,
+    whatever the length.
+    """
+    return formula(replace(cp, facts=facts), *inputs)
+
+
+Strategy = Callable[["CPContext", Facts, Formula, Inputs], tuple[Tensor, ...]]
+
+
+@dataclass(frozen=True)
+class CPContext:
+    """One rank's place in a context-parallel group.
+
+    layout: who owns which token. rank: this rank. all_gather: over the group, in rank order; default one rank. strategy: `gather`
+    (default, bit-exact) or `carry` (one small message). agreement: "full" compares all input first, "off" trusts the caller and
+    reads nothing back from a GPU. settings: anything else that all ranks must hold alike.
+    """
+
+    layout: Layout
+    rank: int = 0
+    all_gather: AllGather = alone
+    strategy: Strategy = gather
+    agreement: str = "full"
+    settings: Mapping[str, object] = field(default_factory=dict)
+    where: str = "CP rank"
+    facts: Facts | None = None  # set while `carry` runs a formula: they travel with its message
+
+    def __post_init__(self):
+        self.layout.pieces(self.rank)  # raises when the layout has no such rank
+        if self.agreement not in ("full", "off"):
+            raise ValueError(f"agreement is {self.agreement!r}; expected 'full' or 'off'")
+
+    @cached_property
+    def segments(self) -> np.ndarray:
+        """[N * own pieces] tokens of each own piece: what the scan runs over."""
+        return self.layout.piece_lengths[:, self.layout.pieces(self.rank)].ravel()
+
+    def take(self, full: Shaped[Tensor, " full"]) -> Shaped[Tensor, " local"]:
+        """This rank's tokens of packed whole responses."""
+        return exchange.cut(full, self.layout, self.rank)
+
+    def spread(self, per_sample: Shaped[Tensor, " samples"]) -> Shaped[Tensor, " local"]:
+        """One number a sample -> one a local token."""
+        counts = self.layout.lengths(self.rank)
+        repeats = torch.from_numpy(counts).to(per_sample.device)
+        return per_sample.repeat_interleave(repeats, output_size=int(counts.sum()))
+
+    def whole(self) -> "CPContext":
+        """The context of one rank that holds every whole response as one piece."""
+        return CPContext(contiguous(self.layout.total_lengths, self.layout.response_lengths, 1), strategy=carry, agreement="off")
+
+    def run(self, formula: Formula, inputs: Inputs, facts: Facts) -> tuple[Tensor, ...]:
+        """formula(context, *inputs) by this context's strategy, after all ranks agree that their facts are well and equal."""
+        if facts.problem is not None or self.layout.cp_size == 1:
+            self.agree(facts)  # raises on every rank where there is a problem
+        if self.layout.cp_size == 1:
+            return formula(self.whole(), *inputs)
+        facts = self._with_settings(facts)
+        return self.strategy(self, facts, formula, inputs)
+
+    def _with_settings(self, facts: Facts) -> Facts:
+        return replace(facts, settings={**self.settings, "strategy": self.strategy.__name__, **facts.settings})
+
+    def device(self, facts: Facts, inputs: Inputs) -> torch.device:
+        known = [x for x in (*inputs, *facts.data.values()) if x is not None]
+        return known[0].device if known else torch.device("cpu")
+
+    def scan(self, reward: "Reward", decay: PerSample, clock: "Clock", *, dtype: torch.dtype) -> Shaped[Tensor, " local"]:
+        """y_j = x_j + decay^tick_j * y_next over the steps of the clock, through all pieces of all ranks."""
+        scan = begin(
+            reward.dense,
+            self.segments,
+            self.by_segment(decay),
+            scale=self.by_segment(reward.scale),
+            impulse=reward.terminal,
+            keep=clock.keep,
+            tick=clock.tick,
+        )
+        if len(self.layout.owners) == 1:  # whole responses
+            return finish(scan, dtype=dtype)
+        (first,) = self.exchange([scan.heads])
+        gain = exchange.power(decay, clock.ticks)
+        entering = exchange.chain(first, gain, first.new_zeros(len(first)))
+        return finish(scan, entering[:, self.own].reshape(-1), dtype=dtype)
+
+    def scan_ahead(
+        self,
+        reward: Float64[Tensor, " local"],
+        values: Float64[Tensor, " local"],
+        decays: "list[PerSample]",
+        gamma: PerSample,
+        clock: "Clock",
+        bootstrap: "Float64[Tensor, ' samples'] | None",
+    ) -> list[Float64[Tensor, " local"]]:
+        """For each decay, y_j = r_j + gamma^tick_j * V_next - V_j + decay^tick_j * y_next over the steps of the clock.
+
+        V_next is the value of the next step, or the bootstrap after the last one. One exchange serves all decays: a piece looks ahead to 0,
+        and what its last step misses, decay^tick * y_next + gamma^tick * V_next, is linear and arrives as one number.
+        """
+        here = finish(begin(values, self.segments, 0.0, tick=clock.step), dtype=torch.float64) if clock.step is not None else values
+        v_next = _shift(here, self.segments)
+        g = gamma if not isinstance(gamma, Tensor) else self.spread(gamma)
+        discounted = g * v_next if clock.tick is None else torch.where(clock.tick.bool(), g * v_next, v_next)
+        delta = select(reward + discounted - values, clock.step)
+        whole = len(self.layout.owners) == 1
+        tick = clock.tick if whole and bootstrap is None else clock.inner_tick
+        scans = [begin(delta, self.segments, self.by_segment(decay), keep=clock.keep, tick=tick) for decay in decays]
+        if whole and bootstrap is None:
+            return [finish(scan, dtype=torch.float64) for scan in scans]
+        firsts = [scan.heads for scan in scans] + [_heads(here, self.segments)]
+        *first, value = firsts if whole else self.exchange(firsts)
+        end = torch.zeros(self.layout.num_samples, dtype=torch.float64, device=values.device) if bootstrap is None else bootstrap
+        outs = []
+        for scan, decay, y in zip(scans, decays, first, strict=True):
+            entering = exchange.chain_ahead(
+                y.view_as(clock.has_step),
+                value.view_as(clock.has_step),
+                clock.has_step,
+                exchange.power(decay, clock.ticks - clock.last_tick),
+                exchange.power(decay, clock.last_tick),
+                exchange.power(gamma, clock.last_tick),
+                end,
+            )
+            outs.append(finish(scan, entering[:, self.own].reshape(-1), dtype=torch.float64))
+        return outs
+
+    def agree(self, facts: Facts) -> None:
+        """All ranks raise together when one has a problem or they differ; nothing is exchanged besides."""
+        facts = self._with_settings(facts)
+        if self.layout.cp_size == 1 or self.agreement == "off":
+            if self.agreement == "full" or facts.problem is not None:
+                raise_together(alone, facts, where=self.where)
+            return
+        nothing = torch.zeros(0, dtype=torch.uint8, device=self.device(facts, ()))
+        agree(self.all_gather, facts, nothing, step="agreement", where=self.where)
+
+    @property
+    def own(self) -> list[int]:
+        return self.layout.pieces(self.rank).tolist()
+
+    def exchange(self, heads: list[Float64[Tensor, " segments"]]) -> list[Float64[Tensor, "samples pieces"]]:
+        """All ranks' numbers of all pieces, agreement included."""
+        message = torch.stack([head.view(self.layout.num_samples, len(self.own)) for head in heads], dim=-1)
+        if self.agreement == "full" and self.facts is not None:
+            messages = agree(self.all_gather, self.facts, message, step="carry", where=self.where)
+        else:
+            messages = call(self.all_gather, message, "carry")
+        return exchange.by_piece(messages, self.layout)
+
+    def by_segment(self, value: PerSample) -> "float | Tensor":
+        """One number a sample -> one an own piece; a float stays a float."""
+        if not isinstance(value, Tensor) or value.dim() == 0:
+            return float(value)
+        return value.to(torch.float64).repeat_interleave(len(self.own))
+
+    def clock(self, full_mask: Tensor, kind: str) -> "Clock":
+        """The steps and ticks of this rank's tokens under one of the three clocks of the mask."""
+        keep = as_bits(self.take(full_mask))
+        if kind == "token":
+            return Clock(self, full_mask, keep)
+        if kind == "trainable":
+            return Clock(self, full_mask, keep, keep, keep, full_mask)
+        full_tick = turn_ends(full_mask, self.layout.response_lengths)
+        return Clock(self, full_mask, keep, keep, as_bits(self.take(full_tick)), full_tick)
+
+    def terminal(self, prefix: Prefix, rewards: Float64[Tensor, " samples"]) -> tuple[Tensor, Tensor]:
+        """Each sample's reward as an impulse on its last valid token: (offset, value) per own piece, 0 where it is elsewhere."""
+        ends = torch.from_numpy(np.cumsum(self.layout.response_lengths)).to(rewards.device)
+        starts = torch.from_numpy(self.layout.starts()).to(rewards.device)
+        within = (prefix.last(ends) - starts)[:, None]
+        cuts = torch.from_numpy(self.layout.cuts).to(rewards.device)
+        low, high = cuts[:, self.own], cuts[:, [p + 1 for p in self.own]]
+        here = (low <= within) & (within < high) & (prefix.before(ends) > prefix.before(starts))[:, None]
+        offset = torch.where(here, within - low, 0)
+        value = torch.where(here, rewards[:, None], 0.0)
+        return offset.reshape(-1), value.reshape(-1)
+
+
+@dataclass(frozen=True)
+class Clock:
+    """Which local tokens are valid, which are steps of the process, and after which of them the decay applies.
+
+    Of each piece of each sample, on any rank, the counts are known from layout and mask alone.
+    """
+
+    cp: CPContext
+    full_mask: Tensor
+    keep: Int8[Tensor, " local"]
+    step: Int8[Tensor, " local"] | None = None  # None: every token
+    tick: Int8[Tensor, " local"] | None = None  # None: every token
+    full_tick: Tensor | None = None
+
+    @cached_property
+    def _cuts(self) -> Tensor:
+        """[N, K + 1] the cuts in the full pack."""
+        layout = self.cp.layout
+        return torch.from_numpy(layout.cuts + layout.starts()[:, None]).to(self.keep.device)
+
+    @cached_property
+    def ticks(self) -> Tensor:
+        """[N, K] how often the decay applies within each piece, its last step included."""
+        if self.full_tick is None:
+            return self._cuts.diff(dim=1)
+        return Prefix(self.full_tick).before(self._cuts.view(-1)).view_as(self._cuts).diff(dim=1)
+
+    @cached_property
+    def has_step(self) -> Tensor:
+        """[N, K] does the piece hold a step?"""
+        if self.step is None:
+            return self._cuts.diff(dim=1) > 0
+        return Prefix(self.full_mask).before(self._cuts.view(-1)).view_as(self._cuts).diff(dim=1) > 0
+
+    @cached_property
+    def last_tick(self) -> Tensor:
+        """[N, K] does the decay apply after the piece's last step? 0 without a step."""
+        if self.full_tick is None or self.full_tick is self.full_mask:
+            return self.has_step.long()
+        last = Prefix(self.full_mask).last(self._cuts[:, 1:].reshape(-1)).view_as(self.has_step)
+        ticks = torch.cat([self.full_tick, self.full_tick.new_zeros(8)])  # `last` may point past the pack where there is no step
+        return (ticks[last] & self.has_step).long()
+
+    @cached_property
+    def inner_tick(self) -> Int8[Tensor, " local"]:
+        """The ticks without those of each piece's last step: there what enters the piece has been decayed already."""
+        local = self.cp.segments
+        ends = torch.from_numpy(np.cumsum(local)[local > 0]).to(self.keep.device)
+        starts = torch.from_numpy((np.cumsum(local) - local)[local > 0]).to(self.keep.device)
+        if self.step is None:
+            ticks = torch.full_like(self.keep, -1)
+            return ticks.index_fill_(0, ends - 1, 0)
+        prefix = Prefix(self.keep.bool())
+        last = prefix.last(ends)
+        some = prefix.before(ends) > prefix.before(starts)
+        ticks = self.tick.clone()
+        # A piece without steps has no tick either: point it to its first token, which changes nothing.
+        return ticks.index_fill_(0, torch.where(some, last, starts), 0)
+
+
+@dataclass(frozen=True)
+class Reward:
+    """r_j = scale * dense_j on valid tokens, plus one terminal impulse a sample; float64 where it is used, tile by tile."""
+
+    dense: Tensor
+    scale: PerSample = 1.0
+    terminal: tuple[Tensor, Tensor] | None = None
+
+    def tokens(self, cp: CPContext, keep: Int8[Tensor, " local"]) -> Float64[Tensor, " local"]:
+        """Written out in float64, for a formula that needs it token by token."""
+        scale = cp.spread(self.scale.to(torch.float64)) if isinstance(self.scale, Tensor) and self.scale.dim() else float(self.scale)
+        tokens = select(self.dense.double() * scale, keep)
+        if self.terminal is not None:
+            offset, value = self.terminal
+            some = np.flatnonzero(cp.segments)
+            starts = (np.cumsum(cp.segments) - cp.segments)[some]
+            at = torch.from_numpy(some).to(tokens.device)
+            tokens.index_add_(0, offset[at] + torch.from_numpy(starts).to(tokens.device), value[at])
+        return tokens
+
+
+def _shift(x: Tensor, segments: np.ndarray) -> Tensor:
+    """The next token's x, 0 after a segment's last."""
+    following = torch.zeros_like(x)
+    following[:-1] = x[1:]
+    ends = np.cumsum(segments)[segments > 0] - 1
+    return following.index_fill_(0, torch.from_numpy(ends).to(x.device), 0.0)
+
+
+def _heads(x: Tensor, segments: np.ndarray) -> Tensor:
+    """Each segment's first x, 0 of an empty one."""
+    some = segments > 0
+    heads = x.new_zeros(len(segments))
+    starts = torch.from_numpy((np.cumsum(segments) - segments)[some]).to(x.device)
+    heads[torch.from_numpy(np.flatnonzero(some)).to(x.device)] = x[starts]
+    return heads

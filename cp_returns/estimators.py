@@ -1,0 +1,258 @@
+"""The estimators of REINFORCE++, ReMax and GAE: each says what is summed and with what decay, in the words of its equation.
+
+kl, values, token_rewards: this rank's packed tokens (`cp.layout.lengths(rank)` of each sample). full_mask: packed whole responses, 0/1,
+equal on all ranks; values are selected by it, so masked slots may hold anything. rewards: one scalar a sample, placed on its last valid
+token; NaN means missing and makes the sample count as fully masked. gamma, lam, kl_coef: a float or one per sample.
+
+Outputs are this rank's packed tokens, float32 (float64 if a per-token input is), 0 at masked tokens, without autograd. Every rank of `cp`
+must make the call, also one that owns no token. Bad input on any rank raises the same CPInputError on all.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Int, Shaped
+from torch import Tensor
+
+from cp_returns.admission import Batch, admit
+from cp_returns.agreement import Facts, refuse
+from cp_returns.baselines import group_advantage
+from cp_returns.collectives import AllGather, alone
+from cp_returns.context import CLOCKS, CPContext, PerSample
+from cp_returns.errors import CPInputError
+from cp_returns.scan import as_bits, select
+
+MASKED_VALUES = ("zero", "use")
+
+
+@torch.no_grad()
+def reinforce_plus_plus(
+    kl: Shaped[Tensor, " local"] | None,
+    rewards: Shaped[Tensor, " samples"] | None,
+    full_mask: Shaped[Tensor, " full"],
+    *,
+    cp: CPContext,
+    gamma: float | Tensor,
+    kl_coef: float | Tensor,
+    clock: str = "token",
+    token_rewards: Shaped[Tensor, " local"] | None = None,
+    sample_mask: Shaped[Tensor, " samples"] | None = None,
+    nonfinite: str = "error",
+) -> Shaped[Tensor, " local"]:
+    """REINFORCE++ returns: the discounted reward to go, with the KL penalty in the reward (Hu et al., 2025; slime, OpenRLHF).
+
+        r_j = -kl_coef * kl_j + token_reward_j (+ reward at the last valid token)
+        G_j = r_j + gamma^tick_j * G_{j+1}
+
+    Raises CPInputError on every rank: see the module. `nonfinite="propagate"` lets NaN and inf spoil their own sample instead.
+    """
+    batch = admit(
+        cp,
+        full_mask,
+        rewards,
+        tokens={"kl": kl, "token_rewards": token_rewards},
+        numbers={"gamma": gamma, "kl_coef": kl_coef},
+        choices={"clock": (clock, CLOCKS)},
+        sample_mask=sample_mask,
+        nonfinite=nonfinite,
+    )
+
+    def formula(cp: CPContext, kl, token_rewards):
+        reward = batch.reward(cp, kl, token_rewards)
+        return (cp.scan(reward, batch.numbers["gamma"], cp.clock(batch.mask, clock), dtype=batch.dtype),)
+
+    (returns,) = cp.run(formula, batch.inputs, batch.facts)
+    return returns
+
+
+@torch.no_grad()
+def remax(
+    kl: Shaped[Tensor, " local"] | None,
+    rewards: Shaped[Tensor, " samples"],
+    baselines: Shaped[Tensor, " samples"],
+    full_mask: Shaped[Tensor, " full"],
+    *,
+    cp: CPContext,
+    kl_coef: float | Tensor,
+    token_rewards: Shaped[Tensor, " local"] | None = None,
+    sample_mask: Shaped[Tensor, " samples"] | None = None,
+    nonfinite: str = "error",
+) -> Shaped[Tensor, " local"]:
+    """ReMax advantages: the reward to go minus the reward of the greedy response (Li et al., 2024; verl).
+
+        A_j = sum over s >= j of r_s - baseline
+
+    baselines: one scalar a sample. It is the same for every token, so it is taken from the terminal reward. Errors: see the module.
+    """
+    rewards, baselines = (x if x.dtype == torch.float64 else x.double() for x in (rewards, baselines))
+    total = rewards - baselines if rewards.shape == baselines.shape else rewards
+    return reinforce_plus_plus(
+        kl,
+        total,
+        full_mask,
+        cp=cp,
+        gamma=1.0,
+        kl_coef=kl_coef,
+        token_rewards=token_rewards,
+        sample_mask=sample_mask,
+        nonfinite=nonfinite,
+    )
+
+
+@dataclass(frozen=True)
+class GAE:
+    """Generalised advantage estimates and the returns that a value function learns, of this rank's tokens."""
+
+    advantages: Shaped[Tensor, " local"]
+    returns: Shaped[Tensor, " local"]
+
+
+@torch.no_grad()
+def gae(
+    kl: Shaped[Tensor, " local"] | None,
+    rewards: Shaped[Tensor, " samples"] | None,
+    values: Shaped[Tensor, " local"],
+    full_mask: Shaped[Tensor, " full"],
+    *,
+    cp: CPContext,
+    gamma: float | Tensor,
+    lam: float | Tensor,
+    kl_coef: float | Tensor = 0.0,
+    clock: str = "trainable",
+    lam_value: float | Tensor | None = None,
+    lam_alpha: float | None = None,
+    bootstrap: Shaped[Tensor, " samples"] | None = None,
+    token_rewards: Shaped[Tensor, " local"] | None = None,
+    masked_values: str = "zero",
+    sample_mask: Shaped[Tensor, " samples"] | None = None,
+    nonfinite: str = "error",
+) -> GAE:
+    """Generalised advantage estimation (Schulman et al., 2016) over the steps of the clock.
+
+        delta_j = r_j + gamma^tick_j * V_next - V_j        V_next: of the next step; `bootstrap` (default 0) after the last
+        A_j = delta_j + (gamma * lam)^tick_j * A_next      returns = A + V
+
+    lam_value: the returns come from a second recurrence with this lambda (VC-PPO, VAPO). lam_alpha: length-adaptive lambda in place of
+    `lam`, 1 - 1 / (lam_alpha * valid tokens) within [0, 1] (VAPO). masked_values, for the token clock: values of masked tokens count as
+    0 ("zero", OpenRLHF) or are used and must be finite ("use", slime). Errors: see the module.
+    """
+    batch = admit(
+        cp,
+        full_mask,
+        rewards,
+        tokens={"kl": kl, "values": values, "token_rewards": token_rewards},
+        numbers={"gamma": gamma, "lam": lam, "kl_coef": kl_coef}
+        | ({} if lam_value is None else {"lam_value": lam_value})
+        | ({} if lam_alpha is None else {"lam_alpha": lam_alpha}),
+        choices={"clock": (clock, CLOCKS), "masked_values": (masked_values, MASKED_VALUES)},
+        samples={"bootstrap": bootstrap},
+        sample_mask=sample_mask,
+        unselected=("values",) if masked_values == "use" and clock == "token" else (),
+        nonfinite=nonfinite,
+    )
+
+    def formula(cp: CPContext, kl, values, token_rewards):
+        steps = cp.clock(batch.mask, clock)
+        reward = batch.reward(cp, kl, token_rewards).tokens(cp, steps.keep)
+        v = values.double()
+        decays = [batch.numbers["gamma"] * lam for lam in _lambdas(batch)]
+        a, *second = cp.scan_ahead(reward, v, decays, batch.numbers["gamma"], steps, batch.bootstrap)
+        g = select((second or [a])[0] + v, steps.keep)
+        return a.to(batch.dtype), g.to(batch.dtype)
+
+    return GAE(*cp.run(formula, batch.inputs, batch.facts))
+
+
+def _lambdas(batch: Batch) -> list[PerSample]:
+    """The lambda of the advantages and, only where it differs, that of the returns."""
+    numbers = batch.numbers
+    lam = numbers["lam"]
+    if "lam_alpha" in numbers:
+        lam = (1 - 1 / (numbers["lam_alpha"] * batch.valid_counts.double())).clamp(0.0, 1.0)
+    lam_value = numbers.get("lam_value", lam)
+    equal = lam_value is lam or (isinstance(lam, float) and isinstance(lam_value, float) and lam == lam_value)
+    return [lam] if equal else [lam, lam_value]
+
+
+@torch.no_grad()
+def reinforce_plus_plus_baseline(
+    kl: Shaped[Tensor, " local"] | None,
+    rewards: Shaped[Tensor, " samples"],
+    group_ids: Int[Tensor, " samples"],
+    full_mask: Shaped[Tensor, " full"],
+    *,
+    cp: CPContext,
+    kl_coef: float | Tensor,
+    all_gather: AllGather = alone,
+    sample_mask: Shaped[Tensor, " samples"] | None = None,
+    nonfinite: str = "error",
+) -> Shaped[Tensor, " local"]:
+    """REINFORCE++-baseline advantages before whitening: nothing is discounted and the KL is not summed (slime, NeMo-RL).
+
+        A_j = (reward - mean reward of its group) - kl_coef * kl_j        on valid tokens
+
+    `all_gather` is over the data-parallel ranks that share groups; default this rank's samples only. Errors: see the module; where
+    `all_gather` is given, its ranks raise too.
+    """
+    return group_to_tokens(
+        kl,
+        rewards,
+        group_ids,
+        full_mask,
+        cp=cp,
+        kl_coef=kl_coef,
+        all_gather=all_gather,
+        sample_mask=sample_mask,
+        nonfinite=nonfinite,
+        center="mean",
+        scale="none",
+    )
+
+
+def group_to_tokens(
+    kl: Shaped[Tensor, " local"] | None,
+    rewards: Shaped[Tensor, " samples"],
+    group_ids: Int[Tensor, " samples"],
+    full_mask: Shaped[Tensor, " full"],
+    *,
+    cp: CPContext,
+    kl_coef: float | Tensor = 0.0,
+    all_gather: AllGather = alone,
+    sample_mask: Shaped[Tensor, " samples"] | None = None,
+    nonfinite: str = "error",
+    **baseline,
+) -> Shaped[Tensor, " local"]:
+    """A_j = group_advantage(rewards) - kl_coef * kl_j on valid tokens: GRPO, Dr. GRPO, RLOO and OPO spread over tokens.
+
+    `baseline` are the settings of `group_advantage`. Each rank computes its own tokens; nothing of them is exchanged.
+    """
+    batch = admit(
+        cp,
+        full_mask,
+        rewards,
+        tokens={"kl": kl},
+        numbers={"kl_coef": kl_coef},
+        samples={"group_ids": group_ids},
+        sample_mask=sample_mask,
+        nonfinite=nonfinite,
+    )
+    try:
+        cp.agree(batch.facts)
+    except CPInputError as error:
+        if all_gather is not alone:
+            refuse(all_gather, str(error), full_mask.device, step="group baseline", where="rank")
+        raise
+    x = group_advantage(
+        torch.where(batch.missing, torch.nan, batch.rewards),
+        group_ids,
+        sample_mask=batch.counted,
+        lengths=batch.valid_counts,
+        all_gather=all_gather,
+        **baseline,
+    )
+    a = cp.spread(x.double())
+    (kl,) = batch.inputs
+    if kl is not None:
+        coef = batch.numbers["kl_coef"]
+        a = a - (cp.spread(coef) if isinstance(coef, Tensor) else coef) * kl.double()
+    return select(a.to(batch.dtype), as_bits(cp.take(batch.mask)))

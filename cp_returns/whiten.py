@@ -1,0 +1,125 @@
+"""Whitening over the valid tokens of all ranks: one small collective, always joined, never NaN."""
+
+from collections.abc import Mapping
+
+import torch
+from jaxtyping import Float64, Shaped
+from torch import Tensor
+
+from cp_returns.agreement import Check, Facts, Problem, agree, raise_together
+from cp_returns.collectives import AllGather, alone, call
+from cp_returns.scan import as_bits, result_dtype, select
+
+EPS_MODES = ("add", "clamp")
+MESSAGE = 512  # bytes: header, sums, three moments
+
+
+@torch.no_grad()
+def whiten(
+    x: Shaped[Tensor, " local"],
+    mask: Shaped[Tensor, " local"],
+    *,
+    all_gather: AllGather,
+    ddof: int = 1,
+    eps: float = 1e-8,
+    eps_mode: str = "add",
+    center: bool = True,
+    shift_mean: bool = True,
+    scale: bool = True,
+    weights: Shaped[Tensor, " local"] | None = None,
+    agreement: str = "full",
+) -> Shaped[Tensor, " local"]:
+    """(x - mean) / sqrt(var + eps) over the valid tokens of every rank of `all_gather`, which should be DP x CP.
+
+    x, mask: this rank's packed tokens, also when it has none: every rank must call. The population is this call: with micro-batches,
+    call it once on all of them. mean and the centred second moment are float64, merged over ranks from (weight, mean, M2).
+
+    ddof: 1 (slime, verl) or 0 (OpenRLHF, NeMo-RL). eps_mode: "add" (var + eps) or "clamp" (max(var, eps); OpenRLHF, NeMo-RL). center=False
+    only scales; scale=False only centres. shift_mean=False gives (x - mean) / sqrt(var + eps) + mean (slime, verl, TRL). weights: one a
+    token, with ddof 0; sequence weighting is `cp.spread(1 / valid counts)`.
+
+    Masked tokens give 0. Constant input, one token or none give 0, never NaN. NaN at a valid token stays visible. Returns float32 (float64
+    for float64 x). Raises CPInputError, on all ranks, for a mask that is not 0 or 1, shapes that differ, or options that differ.
+    """
+    options = {
+        "ddof": ddof, "eps": eps, "eps_mode": eps_mode, "center": center, "shift_mean": shift_mean, "scale": scale
+    }  # fmt: skip
+    facts = Facts(
+        settings={**options, "weights": weights is not None},
+        problem=_first_problem(x, mask, weights, options),
+        checks=[] if mask.dtype == torch.bool else [_mask_check(mask)],
+    )
+    fits = facts.problem is None
+    local = moments(x, as_bits(mask), weights) if fits else torch.zeros(3, dtype=torch.float64, device=x.device)
+    if agreement == "full":
+        messages = agree(all_gather, facts, local, step="whiten", where="rank", size=MESSAGE)
+    else:
+        if not fits:
+            raise_together(alone, facts, where="rank")
+        messages = call(all_gather, local, "whiten")
+    return apply(x, as_bits(mask), merge(messages), options)
+
+
+def moments(x: Tensor, bits: Tensor, weights: Tensor | None = None) -> Float64[Tensor, "3"]:
+    """(weight, mean, M2) of the valid tokens. Taken about one valid token, so a constant has M2 exactly 0 and an exact mean."""
+    valid = bits.bool()
+    origin = torch.zeros((), dtype=torch.float64, device=x.device)
+    if len(x):
+        origin = select(x, bits)[bits.argmin()].double()
+    d = select(x.detach().double() - origin, bits)
+    w = valid.double() if weights is None else select(weights.detach().double(), bits)
+    total = w.sum()
+    shift = (d * w).sum() / torch.where(total > 0, total, 1.0)
+    centred = select(d - shift, bits)
+    return torch.stack([total, origin + shift, (centred * centred * w).sum()])
+
+
+def merge(messages: Float64[Tensor, "ranks 3"]) -> Float64[Tensor, "3"]:
+    """(weight, mean, M2) of all ranks (Chan et al.), about the mean of the heaviest rank: equal means merge to themselves."""
+    weight, mean, m2 = messages.unbind(1)
+    total = weight.sum()
+    origin = mean[weight.argmax()]
+    d = torch.where(weight > 0, mean - origin, 0.0)
+    shift = (weight * d).sum() / torch.where(total > 0, total, 1.0)
+    return torch.stack([total, origin + shift, m2.sum() + (weight * (d - shift).square()).sum()])
+
+
+def apply(x: Tensor, bits: Tensor, merged: Float64[Tensor, "3"], options: Mapping[str, object]) -> Tensor:
+    """Whiten this rank's tokens by the moments of all."""
+    weight, mean, m2 = merged.unbind()
+    y = x.detach().double()
+    if options["center"]:
+        y = y - mean
+    if options["scale"]:
+        freedom = weight - options["ddof"]
+        var = m2 / torch.where(freedom > 0, freedom, 1.0)
+        var = var + options["eps"] if options["eps_mode"] == "add" else var.clamp(min=options["eps"])
+        y = y * torch.where(var > 0, var.rsqrt(), 0.0)
+    if not options["shift_mean"]:
+        y = y + mean
+    return select(y.to(result_dtype(x)), bits)
+
+
+def _first_problem(x: Tensor, mask: Tensor, weights: Tensor | None, options: Mapping[str, object]) -> Problem | None:
+    for name, y in (("mask", mask), ("weights", weights)):
+        if y is not None and (y.shape != x.shape or x.dim() != 1):
+            return Problem(f"shape of {name}", list(y.shape), f"{list(x.shape)}, that of x, one a token of this rank")
+    if options["ddof"] not in (0, 1) or (weights is not None and options["ddof"] != 0):
+        return Problem("ddof", options["ddof"], "0 or 1, and 0 with weights")
+    if options["eps_mode"] not in EPS_MODES:
+        return Problem("eps_mode", repr(options["eps_mode"]), f"one of {EPS_MODES}")
+    if not isinstance(options["eps"], (int, float)) or not options["eps"] >= 0:
+        return Problem("eps", options["eps"], "a number that is at least 0")
+    if not options["center"] and not options["shift_mean"]:
+        return Problem("shift_mean", False, "True with center=False, which does not take the mean away")
+    return None
+
+
+def _mask_check(mask: Tensor) -> Check:
+    odd = (mask != 0) & (mask != 1)
+
+    def find() -> Problem | None:
+        first = odd.nonzero()
+        return Problem("mask", mask[first[0]].item(), "0 or 1", token=int(first[0])) if len(first) else None
+
+    return Check(odd.any(), find)
