@@ -1,0 +1,1 @@
+"""Other projects' function names and signatures over this library: `slime`."""
