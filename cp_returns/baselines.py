@@ -1,12 +1,10 @@
 """Group baselines: one advantage a sample, from the rewards of the members of its group on all ranks."""
 
-from dataclasses import replace
-
 import torch
 from jaxtyping import Bool, Float64, Int, Int64, Shaped
 from torch import Tensor
 
-from cp_returns.agreement import Check, Facts, Problem, agree_ragged
+from cp_returns.agreement import Check, Facts, Problem, agree_ragged, refuse
 from cp_returns.collectives import AllGather, alone
 
 CENTERS = ("mean", "loo", "opo")
@@ -38,37 +36,37 @@ def group_advantage(
     A NaN reward is missing: like a sample with `sample_mask` 0 or length 0 it is no member of its group and gets 0.
 
     Statistics are float64; returns float32, or float64 for float64 rewards, on their device. Permuting samples, also
-    over ranks, permutes the bits. `all_gather` is over the data-parallel ranks that share groups, which may hold different
-    numbers of samples; it is called once (a second time when 32 bytes a sample do not fit in 16 KiB).
+    over ranks, permutes the bits. `all_gather` is over the data-parallel ranks that share groups, which may hold
+    different numbers of samples; it is called once (a second time when 32 bytes a sample do not fit in 16 KiB).
 
-    Raises CPInputError, on all ranks alike: settings that are unknown or differ, shapes, an infinite reward, a sample_mask
-    value other than 0 and 1.
+    Raises CPInputError, on all ranks alike: settings that are unknown or differ, shapes, an infinite reward, a
+    sample_mask value other than 0 and 1.
     """
     settings = {"center": center, "scale": scale, "ddof": ddof, "eps": eps, "singleton": singleton}
-    facts = Facts(settings=settings, problem=_first_problem(rewards, group_ids, sample_mask, lengths, settings))
+    problem = _first_problem(rewards, group_ids, sample_mask, lengths, settings)
+    if problem is not None:
+        refuse(all_gather, problem, rewards.device, step="group baseline", where="rank")
     x = rewards.detach().double()
     given = torch.ones_like(x) if sample_mask is None else sample_mask.detach().to(x)
     weight = torch.ones_like(x) if lengths is None else lengths.detach().to(x)
     counted = (given == 1) & ~x.isnan() & (weight > 0)
-    facts = replace(
-        facts,
+    facts = Facts(
+        settings=settings,
         checks=[
             _check("sample_mask", given, (given != 0) & (given != 1), "0 or 1"),
             _check("reward", x, x.isinf() & (given != 0), "a finite number, or NaN where it is missing"),
         ],
     )
-    rows = torch.zeros(0, 4, dtype=torch.float64, device=x.device)
-    if facts.problem is None:
-        rows = torch.stack([x, group_ids.long().view(torch.float64), counted.double(), weight], dim=1)
-    # As words: no bit of an id is a number's.
-    shards = agree_ragged(all_gather, facts, rows.view(torch.int64), step="group baseline", where="rank")
+    # As words, so that an id keeps all its bits.
+    rows = torch.stack([x.view(torch.int64), group_ids.long(), counted.long(), weight.view(torch.int64)], dim=1)
+    shards = agree_ragged(all_gather, facts, rows, step="group baseline", where="rank")
     union = torch.cat(shards)
-    x, counted, weight = (union[:, column].contiguous().view(torch.float64) for column in (0, 2, 3))
+    x, weight = (union[:, column].contiguous().view(torch.float64) for column in (0, 3))
     advantages = _advantage(
-        x, union[:, 1], counted == 1, weight, center=center, scale=scale, ddof=ddof, eps=eps, singleton=singleton
+        x, union[:, 1], union[:, 2] == 1, weight, center=center, scale=scale, ddof=ddof, eps=eps, singleton=singleton
     )
     # Which shard is this rank's? Any that holds what it sent: equal samples have equal advantages.
-    mine = next(rank for rank, shard in enumerate(shards) if torch.equal(shard, rows.view(torch.int64)))
+    mine = next(rank for rank, shard in enumerate(shards) if torch.equal(shard, rows))
     dtype = torch.promote_types(rewards.dtype, torch.float32)
     return torch.split(advantages, [len(shard) for shard in shards])[mine].to(dtype, copy=True)
 

@@ -5,6 +5,8 @@ import math
 from collections.abc import Sequence
 from pathlib import Path
 
+import torch
+
 CASES = Path(__file__).parent / "cases" / "cases.json"
 
 
@@ -40,3 +42,10 @@ def assert_as_good_as_serial(got: Sequence[float], exact: Sequence[float], *, bi
         allowed = 2.0**-bits * (abs(b) + largest)
         assert math.isfinite(a), f"token {j}: {a!r}; expected {b!r}"
         assert abs(a - b) <= allowed, f"token {j}: {a!r}; expected {b!r} within {allowed:.3g}, off by {abs(a - b):.3g}"
+
+
+def assert_same_bits(got: torch.Tensor, expected: torch.Tensor) -> None:
+    """Equal dtype, shape and bits: unlike `torch.equal` it tells 0.0 from -0.0, and a NaN equals itself."""
+    assert (got.dtype, got.shape) == (expected.dtype, expected.shape)
+    differ = (got.contiguous().view(torch.uint8) != expected.contiguous().view(torch.uint8)).nonzero()
+    assert not len(differ), f"bits differ, first at byte {differ[0].tolist()}: {got} != {expected}"
