@@ -94,7 +94,9 @@ def admit(
         "digest of its pieces": (layout.cuts * np.arange(1, 2 * layout.cuts.shape[1], 2)).sum(axis=1),
     }
     facts = Facts(settings=settings, lengths=shape)
-    problem = _first_problem(cp, full_mask, rewards, tokens, numbers, choices or {}, samples or {}, sample_mask, nonfinite)
+    problem = _first_problem(
+        cp, full_mask, rewards, tokens, numbers, choices or {}, samples or {}, sample_mask, nonfinite
+    )
     if problem is not None:
         return Batch(replace(facts, problem=problem))
     device = full_mask.device
@@ -172,7 +174,10 @@ def _first_problem(cp, full_mask, rewards, tokens, numbers, choices, samples, sa
     for name, value, count, what in (
         ("full_mask", full_mask, int(layout.response_lengths.sum()), "one a token of the whole responses"),
         *((name, x, layout.num_samples, "one a sample") for name, x in per_sample.items()),
-        *((name, x, int(layout.lengths(cp.rank).sum()), "one a token that this rank owns") for name, x in tokens.items()),
+        *(
+            (name, x, int(layout.lengths(cp.rank).sum()), "one a token that this rank owns")
+            for name, x in tokens.items()
+        ),
     ):
         if value is None:
             continue
@@ -185,7 +190,11 @@ def _first_problem(cp, full_mask, rewards, tokens, numbers, choices, samples, sa
 
 def _number_problem(key: str, value: object, samples: int) -> Problem | None:
     if isinstance(value, Tensor) and value.numel() and value.dim():
-        return None if tuple(value.shape) == (samples,) else Problem(f"shape of {key}", list(value.shape), f"[] or [{samples}]")
+        return (
+            None
+            if tuple(value.shape) == (samples,)
+            else Problem(f"shape of {key}", list(value.shape), f"[] or [{samples}]")
+        )
     if isinstance(value, Tensor):
         return None
     good = isinstance(value, (int, float)) and np.isfinite(value)
@@ -201,7 +210,13 @@ def _number(value, samples: int, device: torch.device) -> PerSample:
 
 
 def _plain(value: object) -> object:
-    return f"{len(value)} numbers" if isinstance(value, Tensor) and value.dim() else "a tensor" if isinstance(value, Tensor) else value
+    return (
+        f"{len(value)} numbers"
+        if isinstance(value, Tensor) and value.dim()
+        else "a tensor"
+        if isinstance(value, Tensor)
+        else value
+    )
 
 
 def _dtype(x: Tensor | None) -> str:

@@ -123,30 +123,34 @@ def _exchange_headers(
     if data.numel() <= size - _FRONT:
         message[_FRONT : _FRONT + data.numel()] = data
     envelopes = call(all_gather, message, step)
-    facts.told.append(envelopes[:, HEADER:_FRONT].contiguous().view(torch.float64))
-    headers = envelopes[:, :HEADER].contiguous().view(torch.int64).cpu()  # the one read of a GPU
+    front = envelopes[:, :_FRONT].cpu()  # the one read of a GPU
+    headers = front[:, :HEADER].contiguous().view(torch.int64)
     differ = bool((headers[:, _COMPARED:] != headers[0, _COMPARED:]).any())
     if differ or headers[:, _STATUS].any():
-        raise_together(all_gather, facts, where=where, differ=differ)
+        raise_together(all_gather, facts, where=where, differ=differ, device=data.device)
+    facts.told.append(front[:, HEADER:].contiguous().view(torch.float64))
     return envelopes, headers[:, _PAYLOAD].tolist()
 
 
-def refuse(all_gather: AllGather, problem: Problem | str, device: torch.device, *, step: str, where: str) -> None:
+def refuse(
+    all_gather: AllGather, problem: Problem | str, device: torch.device, *, step: str, where: str, size: int = ENVELOPE
+) -> None:
     """Join `agree` with nothing but a problem, so that all ranks raise it together."""
     nothing = torch.zeros(0, dtype=torch.uint8, device=device)
-    agree(all_gather, Facts(problem=problem), nothing, step=step, where=where)
+    agree(all_gather, Facts(problem=problem), nothing, step=step, where=where, size=size)
 
 
-def raise_together(all_gather: AllGather, facts: Facts, *, where: str, differ: bool = False) -> None:
+def raise_together(
+    all_gather: AllGather, facts: Facts, *, where: str, differ: bool = False, device: torch.device | None = None
+) -> None:
     """All ranks come here when a check failed somewhere or facts differ: exchange the details and raise one error.
 
     Returns only if each failed check was a false alarm.
     """
     details = _details(facts)
-    like = next(iter(facts.data.values()), torch.zeros(0))
     box = torch.zeros(DETAILS, dtype=torch.uint8)
     box[: len(details)] = torch.frombuffer(bytearray(details), dtype=torch.uint8)
-    boxes = call(all_gather, box.to(like.device), "agreement, details").cpu()
+    boxes = call(all_gather, box.to(device or box.device), "agreement, details").cpu()
     told = [json.loads(bytes(row.tolist()).rstrip(b"\0")) for row in boxes]
     text = _first_problem(told, where) or _first_difference(told, where)
     if text is None and differ:

@@ -90,7 +90,9 @@ class CPContext:
 
     def whole(self) -> "CPContext":
         """The context of one rank that holds every whole response as one piece."""
-        return CPContext(contiguous(self.layout.total_lengths, self.layout.response_lengths, 1), strategy=carry, agreement="off")
+        return CPContext(
+            contiguous(self.layout.total_lengths, self.layout.response_lengths, 1), strategy=carry, agreement="off"
+        )
 
     def run(self, formula: Formula, inputs: Inputs, facts: Facts) -> tuple[Tensor, ...]:
         """formula(context, *inputs) by this context's strategy, after all ranks agree that their facts are well and equal."""
@@ -108,7 +110,9 @@ class CPContext:
         known = [x for x in (*inputs, *facts.data.values()) if x is not None]
         return known[0].device if known else torch.device("cpu")
 
-    def scan(self, reward: "Reward", decay: PerSample, clock: "Clock", *, dtype: torch.dtype) -> Shaped[Tensor, " local"]:
+    def scan(
+        self, reward: "Reward", decay: PerSample, clock: "Clock", *, dtype: torch.dtype
+    ) -> Shaped[Tensor, " local"]:
         """y_j = x_j + decay^tick_j * y_next over the steps of the clock, through all pieces of all ranks."""
         scan = begin(
             reward.dense,
@@ -140,7 +144,11 @@ class CPContext:
         V_next is the value of the next step, or the bootstrap after the last one. One exchange serves all decays: a piece looks ahead to 0,
         and what its last step misses, decay^tick * y_next + gamma^tick * V_next, is linear and arrives as one number.
         """
-        here = finish(begin(values, self.segments, 0.0, tick=clock.step), dtype=torch.float64) if clock.step is not None else values
+        here = (
+            finish(begin(values, self.segments, 0.0, tick=clock.step), dtype=torch.float64)
+            if clock.step is not None
+            else values
+        )
         v_next = _shift(here, self.segments)
         g = gamma if not isinstance(gamma, Tensor) else self.spread(gamma)
         discounted = g * v_next if clock.tick is None else torch.where(clock.tick.bool(), g * v_next, v_next)
@@ -152,7 +160,11 @@ class CPContext:
             return [finish(scan, dtype=torch.float64) for scan in scans]
         firsts = [scan.heads for scan in scans] + [_heads(here, self.segments)]
         *first, value = firsts if whole else self.exchange(firsts)
-        end = torch.zeros(self.layout.num_samples, dtype=torch.float64, device=values.device) if bootstrap is None else bootstrap
+        end = (
+            torch.zeros(self.layout.num_samples, dtype=torch.float64, device=values.device)
+            if bootstrap is None
+            else bootstrap
+        )
         outs = []
         for scan, decay, y in zip(scans, decays, first, strict=True):
             entering = exchange.chain_ahead(
@@ -259,7 +271,9 @@ class Clock:
         if self.full_tick is None or self.full_tick is self.full_mask:
             return self.has_step.long()
         last = Prefix(self.full_mask).last(self._cuts[:, 1:].reshape(-1)).view_as(self.has_step)
-        ticks = torch.cat([self.full_tick, self.full_tick.new_zeros(8)])  # `last` may point past the pack where there is no step
+        ticks = torch.cat(
+            [self.full_tick, self.full_tick.new_zeros(8)]
+        )  # `last` may point past the pack where there is no step
         return (ticks[last] & self.has_step).long()
 
     @cached_property
@@ -289,7 +303,11 @@ class Reward:
 
     def tokens(self, cp: CPContext, keep: Int8[Tensor, " local"]) -> Float64[Tensor, " local"]:
         """Written out in float64, for a formula that needs it token by token."""
-        scale = cp.spread(self.scale.to(torch.float64)) if isinstance(self.scale, Tensor) and self.scale.dim() else float(self.scale)
+        scale = (
+            cp.spread(self.scale.to(torch.float64))
+            if isinstance(self.scale, Tensor) and self.scale.dim()
+            else float(self.scale)
+        )
         tokens = select(self.dense.double() * scale, keep)
         if self.terminal is not None:
             offset, value = self.terminal

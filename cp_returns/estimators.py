@@ -11,11 +11,11 @@ must make the call, also one that owns no token. Bad input on any rank raises th
 from dataclasses import dataclass
 
 import torch
-from jaxtyping import Int, Shaped
+from jaxtyping import Float64, Int, Shaped
 from torch import Tensor
 
 from cp_returns.admission import Batch, admit
-from cp_returns.agreement import Facts, refuse
+from cp_returns.agreement import refuse
 from cp_returns.baselines import group_advantage
 from cp_returns.collectives import AllGather, alone
 from cp_returns.context import CLOCKS, CPContext, PerSample
@@ -56,6 +56,12 @@ def reinforce_plus_plus(
         sample_mask=sample_mask,
         nonfinite=nonfinite,
     )
+
+    return discounted_returns(batch, cp, clock)
+
+
+def discounted_returns(batch: Batch, cp: CPContext, clock: str) -> Shaped[Tensor, " local"]:
+    """G_j = r_j + gamma^tick_j * G_{j+1} of an admitted batch of kl and token_rewards."""
 
     def formula(cp: CPContext, kl, token_rewards):
         reward = batch.reward(cp, kl, token_rewards)
@@ -151,6 +157,12 @@ def gae(
         nonfinite=nonfinite,
     )
 
+    return advantage_estimates(batch, cp, clock)
+
+
+def advantage_estimates(batch: Batch, cp: CPContext, clock: str) -> GAE:
+    """A_j = delta_j + (gamma * lam)^tick_j * A_next of an admitted batch of kl, values and token_rewards."""
+
     def formula(cp: CPContext, kl, values, token_rewards):
         steps = cp.clock(batch.mask, clock)
         reward = batch.reward(cp, kl, token_rewards).tokens(cp, steps.keep)
@@ -194,38 +206,6 @@ def reinforce_plus_plus_baseline(
     `all_gather` is over the data-parallel ranks that share groups; default this rank's samples only. Errors: see the module; where
     `all_gather` is given, its ranks raise too.
     """
-    return group_to_tokens(
-        kl,
-        rewards,
-        group_ids,
-        full_mask,
-        cp=cp,
-        kl_coef=kl_coef,
-        all_gather=all_gather,
-        sample_mask=sample_mask,
-        nonfinite=nonfinite,
-        center="mean",
-        scale="none",
-    )
-
-
-def group_to_tokens(
-    kl: Shaped[Tensor, " local"] | None,
-    rewards: Shaped[Tensor, " samples"],
-    group_ids: Int[Tensor, " samples"],
-    full_mask: Shaped[Tensor, " full"],
-    *,
-    cp: CPContext,
-    kl_coef: float | Tensor = 0.0,
-    all_gather: AllGather = alone,
-    sample_mask: Shaped[Tensor, " samples"] | None = None,
-    nonfinite: str = "error",
-    **baseline,
-) -> Shaped[Tensor, " local"]:
-    """A_j = group_advantage(rewards) - kl_coef * kl_j on valid tokens: GRPO, Dr. GRPO, RLOO and OPO spread over tokens.
-
-    `baseline` are the settings of `group_advantage`. Each rank computes its own tokens; nothing of them is exchanged.
-    """
     batch = admit(
         cp,
         full_mask,
@@ -236,13 +216,35 @@ def group_to_tokens(
         sample_mask=sample_mask,
         nonfinite=nonfinite,
     )
+    return baseline_advantages(batch, cp, group_ids, all_gather=all_gather)
+
+
+def baseline_advantages(
+    batch: Batch, cp: CPContext, group_ids: Int[Tensor, " samples"], *, all_gather: AllGather, **baseline
+) -> Shaped[Tensor, " local"]:
+    """A_j = group_advantage(rewards) - kl_coef * kl_j on valid tokens, of an admitted batch of kl.
+
+    With no KL these are GRPO, Dr. GRPO, RLOO and OPO: `baseline` are the settings of `group_advantage`. Each rank computes its own tokens.
+    """
+    (kl,) = batch.inputs or (None,)
+    a = cp.spread(group_scalars(batch, cp, group_ids, all_gather=all_gather, **baseline))
+    if kl is not None:
+        coef = batch.numbers["kl_coef"]
+        a = a - (cp.spread(coef) if isinstance(coef, Tensor) else coef) * kl.double()
+    return select(a.to(batch.dtype), as_bits(cp.take(batch.mask)))
+
+
+def group_scalars(
+    batch: Batch, cp: CPContext, group_ids: Int[Tensor, " samples"], *, all_gather: AllGather, **baseline
+) -> Float64[Tensor, " samples"]:
+    """One advantage a sample, after the ranks of `cp` have agreed; a problem of theirs reaches the ranks of `all_gather` too."""
     try:
         cp.agree(batch.facts)
     except CPInputError as error:
         if all_gather is not alone:
-            refuse(all_gather, str(error), full_mask.device, step="group baseline", where="rank")
+            refuse(all_gather, str(error), cp.device(batch.facts, batch.inputs), step="group baseline", where="rank")
         raise
-    x = group_advantage(
+    return group_advantage(
         torch.where(batch.missing, torch.nan, batch.rewards),
         group_ids,
         sample_mask=batch.counted,
@@ -250,9 +252,3 @@ def group_to_tokens(
         all_gather=all_gather,
         **baseline,
     )
-    a = cp.spread(x.double())
-    (kl,) = batch.inputs
-    if kl is not None:
-        coef = batch.numbers["kl_coef"]
-        a = a - (cp.spread(coef) if isinstance(coef, Tensor) else coef) * kl.double()
-    return select(a.to(batch.dtype), as_bits(cp.take(batch.mask)))

@@ -48,7 +48,9 @@ def pack_bytes(inputs: tuple[Tensor | None, ...], width: int) -> Tensor:
     return torch.cat(parts)
 
 
-def unpack_bytes(messages: Tensor, inputs: tuple[Tensor | None, ...], width: int, layout: Layout) -> list[Tensor | None]:
+def unpack_bytes(
+    messages: Tensor, inputs: tuple[Tensor | None, ...], width: int, layout: Layout
+) -> list[Tensor | None]:
     """[W, bytes] -> the whole responses of each input, in the full pack's order."""
     whole: list[Tensor | None] = []
     at = 0
@@ -129,7 +131,11 @@ def power(decay: float | Tensor, ticks: Tensor) -> Float64[Tensor, "samples piec
     numpy on the host: torch's vector pow rounds the last elements of a tensor otherwise than the rest, and a sample's bits must not
     depend on its place.
     """
-    base = decay[:, None] if isinstance(decay, Tensor) else torch.tensor(float(decay), dtype=torch.float64, device=ticks.device)
+    base = (
+        decay[:, None]
+        if isinstance(decay, Tensor)
+        else torch.tensor(float(decay), dtype=torch.float64, device=ticks.device)
+    )
     if ticks.is_cuda:
         return torch.pow(base, ticks)
     return torch.from_numpy(np.power(base.numpy(), ticks.numpy().astype(np.float64)))

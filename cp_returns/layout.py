@@ -175,7 +175,9 @@ def _lengths(total_lengths: Sequence[int], response_lengths: Sequence[int]) -> t
     total = np.asarray(total_lengths, dtype=np.int64).reshape(-1)
     response = np.asarray(response_lengths, dtype=np.int64).reshape(-1)
     if len(total) != len(response):
-        raise CPInputError(f"{len(response)} response_lengths for {len(total)} total_lengths; expected one of each a sample")
+        raise CPInputError(
+            f"{len(response)} response_lengths for {len(total)} total_lengths; expected one of each a sample"
+        )
     bad = (response < 0) | (total < response) | ((response > 0) & (total == response))
     if bad.any():
         i = int(bad.argmax())

@@ -31,7 +31,9 @@ class Prefix:
         rank = self.before(end)  # it is the rank-th valid token, counted from 1
         word = torch.searchsorted(self.counts, rank)
         rank_in_word = rank - self.counts[word] + _popcount(self.words[word])
-        through = (self.words[word] * _ONES).view(torch.uint8).view(-1, 8)  # valid tokens up to each byte (little-endian)
+        through = (
+            (self.words[word] * _ONES).view(torch.uint8).view(-1, 8)
+        )  # valid tokens up to each byte (little-endian)
         return word * 8 + (through < rank_in_word[:, None]).sum(1)
 
 

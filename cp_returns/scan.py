@@ -203,7 +203,9 @@ def _values_below(rows: Tensor, gain, last: Tensor, group: Group, entering: Tens
     """
     n, longest = group.num_blocks, int(group.blocks.max())
     heads, gains, other = (rows.new_zeros(n + longest) for _ in range(3))
-    torch.add(rows[0], 0.0, out=heads[:n])  # -0.0 becomes 0.0: its sign must not depend on how often mates make us double
+    torch.add(
+        rows[0], 0.0, out=heads[:n]
+    )  # -0.0 becomes 0.0: its sign must not depend on how often mates make us double
     gains[:n] = gain
     if entering is not None:
         heads.index_add_(0, last, gains[last] * entering)
@@ -230,7 +232,9 @@ def _first_values(tile: Tile) -> Float64[Tensor, " segments"]:
     pads = _to(tile.group.pads, tile.rows)[tile.some]
     decay = tile.decay[tile.first] if isinstance(tile.decay, Tensor) else torch.full_like(below, tile.decay)
     powers = torch.cumprod(decay.expand(BLOCK, -1), dim=0)  # decay^1 .. decay^16
-    value[tile.some] = tile.rows[pads, tile.first] + powers[BLOCK - 1 - pads, torch.arange(len(pads), device=pads.device)] * below
+    value[tile.some] = (
+        tile.rows[pads, tile.first] + powers[BLOCK - 1 - pads, torch.arange(len(pads), device=pads.device)] * below
+    )
     return value
 
 

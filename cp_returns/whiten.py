@@ -14,6 +14,25 @@ EPS_MODES = ("add", "clamp")
 MESSAGE = 512  # bytes: header, sums, three moments
 
 
+def options(
+    ddof: int = 1,
+    eps: float = 1e-8,
+    eps_mode: str = "add",
+    center: bool = True,
+    shift_mean: bool = True,
+    scale: bool = True,
+) -> dict[str, object]:
+    """The options of `whiten` by name."""
+    return {
+        "ddof": ddof,
+        "eps": eps,
+        "eps_mode": eps_mode,
+        "center": center,
+        "shift_mean": shift_mean,
+        "scale": scale,
+    }
+
+
 @torch.no_grad()
 def whiten(
     x: Shaped[Tensor, " local"],
@@ -41,12 +60,10 @@ def whiten(
     Masked tokens give 0. Constant input, one token or none give 0, never NaN. NaN at a valid token stays visible. Returns float32 (float64
     for float64 x). Raises CPInputError, on all ranks, for a mask that is not 0 or 1, shapes that differ, or options that differ.
     """
-    options = {
-        "ddof": ddof, "eps": eps, "eps_mode": eps_mode, "center": center, "shift_mean": shift_mean, "scale": scale
-    }  # fmt: skip
+    chosen = options(ddof, eps, eps_mode, center, shift_mean, scale)
     facts = Facts(
-        settings={**options, "weights": weights is not None},
-        problem=_first_problem(x, mask, weights, options),
+        settings={**chosen, "weights": weights is not None},
+        problem=_first_problem(x, mask, weights, chosen),
         checks=[] if mask.dtype == torch.bool else [_mask_check(mask)],
     )
     fits = facts.problem is None
@@ -57,7 +74,7 @@ def whiten(
         if not fits:
             raise_together(alone, facts, where="rank")
         messages = call(all_gather, local, "whiten")
-    return apply(x, as_bits(mask), merge(messages), options)
+    return apply(x, as_bits(mask), merge(messages), chosen)
 
 
 def moments(x: Tensor, bits: Tensor, weights: Tensor | None = None) -> Float64[Tensor, "3"]:

@@ -1,0 +1,597 @@
+"""The door for Megatron actor code: ReturnsConfig says what to compute, ContextParallelReturns takes and gives lists as trainers hold them."""
+
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from cp_returns import groups
+from cp_returns.admission import Batch, admit
+from cp_returns.agreement import Facts, Problem, agree, raise_together, refuse
+from cp_returns.baselines import group_advantage
+from cp_returns.collectives import AllGather, Counted, alone, call
+from cp_returns.context import CLOCKS, CPContext, carry, gather
+from cp_returns.errors import CPInputError
+from cp_returns.estimators import (
+    MASKED_VALUES,
+    advantage_estimates,
+    baseline_advantages,
+    discounted_returns,
+    group_scalars,
+)
+from cp_returns.kl import approx_kl
+from cp_returns.layout import Layout, contiguous, contiguous_pack, zigzag
+from cp_returns.scan import as_bits
+from cp_returns.whiten import MESSAGE, apply, merge, moments
+from cp_returns.whiten import options as whiten_options
+
+logger = logging.getLogger(__name__)
+LAYOUTS = {"zigzag": zigzag, "contiguous": contiguous, "contiguous_pack": contiguous_pack}
+STRATEGIES = {"gather": gather, "carry": carry}
+
+_KL = {"kl_coef": 0.0, "kl": None, "kl_clamp": None}
+_GROUP = {"group_center": "mean", "group_scale": "none", "group_ddof": 1, "group_eps": 1e-6, "singleton": "zero"}
+_WHITEN = {f"whiten_{key}": value for key, value in whiten_options().items()} | {"whiten_weight": "token"}
+# Which options an estimator uses, with its defaults. A named group estimator is a combination of options.
+ESTIMATORS: Mapping[str, Mapping[str, object]] = {
+    "reinforce_plus_plus": {"gamma": 1.0, "clock": "token", **_KL, **_GROUP, "group_center": None},
+    "reinforce_plus_plus_baseline": {**_KL, **_GROUP},
+    "gae": {
+        "gamma": 1.0,
+        "lam": 1.0,
+        "lam_value": None,
+        "lam_alpha": None,
+        "clock": "trainable",
+        "masked_values": "zero",
+        **_KL,
+    },
+    "remax": dict(_KL),
+    "grpo": {**_GROUP, "group_scale": "std"},
+    "dr_grpo": dict(_GROUP),
+    "rloo": {**_GROUP, "group_center": "loo"},
+    "opo": {**_GROUP, "group_center": "opo"},
+}
+
+
+@dataclass(frozen=True)
+class ReturnsConfig:
+    """What to compute. None means the estimator's default; an option that the estimator does not use must stay None.
+
+    estimator: reinforce_plus_plus, reinforce_plus_plus_baseline, gae, remax, grpo, dr_grpo, rloo, opo.
+    gamma, lam, lam_value, lam_alpha, clock, masked_values, kl_coef: as in `estimators`. With `group_center` set, reinforce_plus_plus takes the
+    group's advantage as its reward (OpenRLHF's rloo and group_norm).
+    kl, kl_clamp: the estimator ("k1", "k2", "k3") when log_probs and ref_log_probs are given in place of kl.
+    group_*, singleton: as in `group_advantage`. whiten and whiten_*: as in `whiten`; whiten_weight "token" or "sequence".
+    layout, multiple: "zigzag", "contiguous" or "contiguous_pack", as in `layout`. strategy: "gather" (bit-exact) or "carry" (one small
+    message). agreement: "full" or "off". nonfinite: "error" or "propagate".
+
+    Raises CPInputError for an unknown word and for an option that would be ignored.
+    """
+
+    estimator: str = "reinforce_plus_plus"
+    gamma: float | None = None
+    lam: float | None = None
+    lam_value: float | None = None
+    lam_alpha: float | None = None
+    clock: str | None = None
+    masked_values: str | None = None
+    kl_coef: float | None = None
+    kl: str | None = None
+    kl_clamp: float | None = None
+    group_center: str | None = None
+    group_scale: str | None = None
+    group_ddof: int | None = None
+    group_eps: float | None = None
+    singleton: str | None = None
+    whiten: bool = False
+    whiten_ddof: int | None = None
+    whiten_eps: float | None = None
+    whiten_eps_mode: str | None = None
+    whiten_center: bool | None = None
+    whiten_shift_mean: bool | None = None
+    whiten_scale: bool | None = None
+    whiten_weight: str | None = None
+    layout: str = "zigzag"
+    multiple: int = 1
+    strategy: str = "gather"
+    agreement: str = "full"
+    nonfinite: str = "error"
+
+    def __post_init__(self):
+        for name, allowed in (
+            ("estimator", ESTIMATORS),
+            ("layout", LAYOUTS),
+            ("strategy", STRATEGIES),
+            ("agreement", ("full", "off")),
+            ("nonfinite", ("error", "propagate")),
+            ("clock", (None, *CLOCKS)),
+            ("masked_values", (None, *MASKED_VALUES)),
+            ("kl", (None, "k1", "k2", "k3")),
+            ("whiten_weight", (None, "token", "sequence")),
+        ):
+            if getattr(self, name) not in allowed:
+                words = ", ".join(repr(word) for word in allowed if word is not None)
+                raise CPInputError(f"{name} is {getattr(self, name)!r}; expected one of {words}")
+        used = self.defaults()
+        for name in (*_OPTIONS, *_WHITEN):
+            if getattr(self, name) is not None and name not in used:
+                why = "whiten=False" if name in _WHITEN else f"estimator {self.estimator!r}"
+                raise CPInputError(
+                    f"{name} is {getattr(self, name)!r}, which {why} does not use; expected it to be left out"
+                )
+        if self.masked_values == "use" and self["clock"] != "token":
+            raise CPInputError(
+                "masked_values is 'use'; expected clock 'token', the only one for which a masked token is a step"
+            )
+        if self.group_center is None and self["group_center"] is None:
+            for name in _GROUP:
+                if getattr(self, name) is not None:
+                    raise CPInputError(f"{name} is {getattr(self, name)!r}, which is not used without group_center")
+
+    def defaults(self) -> dict[str, object]:
+        """The options that are used, with their defaults."""
+        return dict(ESTIMATORS[self.estimator]) | (_WHITEN if self.whiten else {})
+
+    def __getitem__(self, name: str) -> Any:
+        """The value of an option, its default where it was left out; None where the estimator does not use it."""
+        value = getattr(self, name)
+        return self.defaults().get(name) if value is None else value
+
+    def group_options(self) -> dict[str, Any]:
+        names = ("center", "scale", "ddof", "eps")
+        return {name: self[f"group_{name}"] for name in names} | {"singleton": self["singleton"]}
+
+    @classmethod
+    def preset(cls, framework: str, *, estimator: str, **changes) -> "ReturnsConfig":
+        """The settings with which this library gives that framework's numbers (`configs/presets/*.yaml`), with `changes`.
+
+        framework: slime, verl, openrlhf, nemo_rl, miles or trl. Needs PyYAML. Raises CPInputError naming what there is.
+        """
+        from cp_returns.presets import load
+
+        return cls(**(load(framework, estimator) | changes))
+
+
+_OPTIONS = tuple(dict.fromkeys(name for options in ESTIMATORS.values() for name in options))
+
+
+@dataclass(frozen=True)
+class Whitening:
+    """The population of the whitening, the same on every rank: its weight (tokens, or samples), mean and variance."""
+
+    population: float
+    mean: float
+    var: float
+
+
+@dataclass(frozen=True)
+class Info:
+    """What a call saw and did. `scope` says over what a number is complete, so that nobody sums it twice."""
+
+    samples: int
+    valid_tokens: int
+    fully_masked: int
+    missing_rewards: int
+    kl_in_reward: bool
+    kl_sum: float
+    kl_mean: float
+    whitening: Whitening | None
+    bytes_sent: int
+    collectives: int
+    scope: Mapping[str, str]
+
+
+@dataclass(frozen=True)
+class Returns:
+    """This rank's shards, in the order and lengths of the input; `masks` are the local masks that were used."""
+
+    returns: list[Tensor]
+    advantages: list[Tensor]
+    masks: list[Tensor]
+    info: Info
+
+
+@dataclass(frozen=True)
+class _Groups:
+    """The collectives of one call, counted."""
+
+    cp: AllGather
+    rank: int
+    size: int
+    dp: AllGather
+    dp_cp: AllGather | None  # None without whitening
+    counted: list[Counted]
+
+
+class ContextParallelReturns(nn.Module):
+    """Returns and advantages when each context-parallel rank holds its slice of every response.
+
+    Build it once in the actor and call it in loss code or, with whitening, once per rollout batch on the last pipeline stage; tensor-parallel
+    peers hold equal inputs and make equal calls. Groups may be given here or per call and are resolved per call (see `groups`).
+    """
+
+    def __init__(
+        self,
+        config: ReturnsConfig,
+        *,
+        cp_group: groups.Group = None,
+        dp_cp_group: groups.Group = None,
+        dp_group: groups.Group = None,
+        pg_collection: Any = None,
+    ):
+        super().__init__()
+        self.config = config
+        self.groups = {
+            "cp_group": cp_group,
+            "dp_cp_group": dp_cp_group,
+            "dp_group": dp_group,
+            "pg_collection": pg_collection,
+        }
+
+    def extra_repr(self) -> str:
+        changed = (
+            f"{f.name}={getattr(self.config, f.name)!r}"
+            for f in fields(self.config)
+            if getattr(self.config, f.name) != f.default
+        )
+        return ", ".join(changed)
+
+    @torch.no_grad()
+    def forward(
+        self,
+        *,
+        loss_masks: Sequence[Tensor],
+        response_lengths: Sequence[int],
+        total_lengths: Sequence[int],
+        kl: Sequence[Tensor] | None = None,
+        rewards: Sequence[float] | Tensor | None = None,
+        log_probs: Sequence[Tensor] | None = None,
+        ref_log_probs: Sequence[Tensor] | None = None,
+        values: Sequence[Tensor] | None = None,
+        token_rewards: Sequence[Tensor] | None = None,
+        group_ids: Sequence[int] | Tensor | None = None,
+        sample_mask: Sequence[float] | Tensor | None = None,
+        bootstrap: Sequence[float] | Tensor | None = None,
+        baselines: Sequence[float] | Tensor | None = None,
+        gamma: float | Tensor | None = None,
+        lam: float | Tensor | None = None,
+        kl_coef: float | Tensor | None = None,
+        padded_lengths: Sequence[int] | None = None,
+        stream_length: int | None = None,
+        cp_group: groups.Group = None,
+        dp_cp_group: groups.Group = None,
+        dp_group: groups.Group = None,
+        pg_collection: Any = None,
+        packed_seq_params: Any = None,
+    ) -> Returns:
+        """One call for a batch of N samples; every rank of the groups must make it, with N = 0 too.
+
+        kl (or log_probs and ref_log_probs, with `ReturnsConfig(kl=)`), values, token_rewards: lists of this rank's shards, [local tokens]
+        each. loss_masks: whole responses, 0/1. rewards, sample_mask, bootstrap, baselines (ReMax), group_ids: one a sample. gamma, lam,
+        kl_coef: per-call values in place of the config's, a float or one a sample. padded_lengths: see `layout`; default from
+        packed_seq_params.cu_seqlens_q_padded. dp_group: the data-parallel ranks that share groups of samples.
+
+        Raises CPInputError, the same on every rank of the widest group that the call uses.
+        """
+        given = {"cp_group": cp_group, "dp_cp_group": dp_cp_group, "dp_group": dp_group, "pg_collection": pg_collection}
+        chosen = {name: self.groups[name] if value is None else value for name, value in given.items()}
+        where = self._resolve(packed_seq_params=packed_seq_params, **chosen)
+        tokens = {
+            "kl": kl,
+            "log_probs": log_probs,
+            "ref_log_probs": ref_log_probs,
+            "values": values,
+            "token_rewards": token_rewards,
+        }
+        samples = {
+            "rewards": rewards,
+            "group_ids": group_ids,
+            "sample_mask": sample_mask,
+            "bootstrap": bootstrap,
+            "baselines": baselines,
+        }
+        numbers = {"gamma": gamma, "lam": lam, "kl_coef": kl_coef}
+        device = next(
+            (x.device for x in loss_masks if isinstance(x, Tensor)), groups.device_of(where.counted[0].all_gather)
+        )
+        try:
+            self._check_arguments(tokens, samples, numbers)
+            padded = _padded_lengths(padded_lengths, packed_seq_params)
+            layout = self._layout(total_lengths, response_lengths, where.size, padded, stream_length)
+            packed = {
+                name: _pack(name, x, layout.lengths(where.rank), layout.response_lengths, device)
+                for name, x in tokens.items()
+            }
+            full_mask = _pack("loss_masks", loss_masks, layout.response_lengths, layout.response_lengths, device)
+            per_sample = {name: _per_sample(name, x, layout.num_samples, device) for name, x in samples.items()}
+        except CPInputError as error:
+            self._refuse(where, str(error), device)
+        cp = CPContext(
+            layout,
+            where.rank,
+            where.cp,
+            STRATEGIES[self.config.strategy],
+            self.config.agreement,
+            settings={f.name: getattr(self.config, f.name) for f in fields(self.config)},
+        )
+        return self._compute(
+            cp, where, packed, full_mask, per_sample, {k: v for k, v in numbers.items() if v is not None}
+        )
+
+    def _resolve(self, *, cp_group, dp_cp_group, dp_group, pg_collection, packed_seq_params) -> _Groups:
+        cp = groups.context_parallel(cp_group, packed_seq_params, pg_collection)
+        rank, size = groups.rank_and_size(cp)
+        gathers = [Counted(cp)]
+        dp: AllGather = alone
+        if dp_group is not None:
+            gathers.append(Counted(groups.given(dp_group)))
+            dp = gathers[-1]
+        dp_cp = None
+        if self.config.whiten:
+            gathers.append(Counted(groups.data_and_context_parallel(dp_cp_group, pg_collection, cp)))
+            dp_cp = gathers[-1]
+        return _Groups(gathers[0], rank, size, dp, dp_cp, gathers)
+
+    def _check_arguments(self, tokens: dict, samples: dict, numbers: dict) -> None:
+        """Each input that was given is used, and each that is needed was given."""
+        config = self.config
+        used = config.defaults()
+        by_groups = used.get("group_center") is not None or config.group_center is not None
+        needs = {
+            "values": "gamma" in used and "lam" in used,
+            "group_ids": by_groups,
+            "baselines": config.estimator == "remax",
+        }
+        needs |= {"log_probs": config.kl is not None, "ref_log_probs": config.kl is not None}
+        takes = needs | {
+            "token_rewards": not by_groups,
+            "bootstrap": needs["values"],
+            "kl": "kl_coef" in used and config.kl is None,
+        }
+        given = {**tokens, **samples}
+        for name, value in given.items():
+            if value is not None and not takes.get(name, True):
+                hint = (
+                    "; set ReturnsConfig(kl=) to turn it into a KL" if "log_probs" in name and "kl_coef" in used else ""
+                )
+                raise CPInputError(
+                    f"{name} was given, which this configuration of estimator {config.estimator!r} does not use{hint}"
+                )
+        for name, needed in needs.items():
+            if needed and given[name] is None:
+                raise CPInputError(f"{name} is absent; estimator {config.estimator!r} with this configuration needs it")
+        if by_groups and given["rewards"] is None:
+            raise CPInputError(f"rewards is absent; estimator {config.estimator!r} needs one a sample")
+        for name, value in numbers.items():
+            if value is not None and name not in used:
+                raise CPInputError(f"{name} was given, which estimator {config.estimator!r} does not use")
+
+    def _layout(self, total_lengths, response_lengths, cp_size: int, padded, stream_length) -> Layout:
+        if self.config.layout == "contiguous_pack":
+            if stream_length is None:
+                raise CPInputError(
+                    "stream_length is absent; layout 'contiguous_pack' needs the padded length of the stream"
+                )
+            return contiguous_pack(
+                total_lengths, response_lengths, cp_size, stream_length=stream_length, padded_lengths=padded
+            )
+        if stream_length is not None:
+            raise CPInputError(f"stream_length is {stream_length}, which layout {self.config.layout!r} does not use")
+        cut = LAYOUTS[self.config.layout]
+        return cut(total_lengths, response_lengths, cp_size, multiple=self.config.multiple, padded_lengths=padded)
+
+    def _refuse(self, where: _Groups, text: str, device: torch.device, *, after: int = 0) -> None:
+        """Tell every group that this call cannot go on, in the order in which a good call meets them; raises CPInputError."""
+        if self.config.agreement == "full":
+            sizes = {"whiten": MESSAGE}
+            steps = [
+                ("agreement", where.cp, "CP rank"),
+                ("group baseline", where.dp, "DP rank"),
+                ("whiten", where.dp_cp, "DP x CP rank"),
+            ]
+            for step, all_gather, name in steps[after:]:
+                if all_gather is None or all_gather is alone or (step == "agreement" and where.size == 1):
+                    continue
+                try:
+                    refuse(
+                        all_gather,
+                        text,
+                        device,
+                        step=step,
+                        where=name,
+                        **({"size": sizes[step]} if step in sizes else {}),
+                    )
+                except CPInputError as error:
+                    text = str(error)
+        raise CPInputError(text)
+
+    def _compute(
+        self, cp: CPContext, where: _Groups, packed: dict, full_mask: Tensor, samples: dict, numbers: dict
+    ) -> Returns:
+        config = self.config
+        batch = self._admit(cp, packed, full_mask, samples, numbers)
+        try:
+            returns, advantages = self._estimate(cp, where.dp, batch, samples)
+        except CPInputError as error:
+            self._refuse(where, str(error), full_mask.device, after=2)
+        told = batch.facts.told
+        facts = replace(batch.facts, told=[])
+        whitening = None
+        if config.whiten:
+            advantages, whitening = self._whiten(cp, where.dp_cp, batch, facts, advantages)
+        return self._report(cp, where, batch, facts, told, returns, advantages, whitening)
+
+    def _admit(self, cp: CPContext, packed: dict, full_mask: Tensor, samples: dict, numbers: dict) -> Batch:
+        config, used = self.config, self.config.defaults()
+        kl, rewards = packed["kl"], samples["rewards"]
+        problem = None
+        if config.kl is not None:
+            kl, problem = _approx_kl(cp, packed, full_mask, config)
+        if config.estimator == "remax" and rewards is not None and rewards.shape == samples["baselines"].shape:
+            rewards = rewards - samples["baselines"]
+        tokens = {"kl": kl}
+        if "lam" in used:
+            tokens["values"] = packed["values"]
+        if "token_rewards" in packed and not (used.get("group_center") and "gamma" not in used):
+            tokens["token_rewards"] = packed["token_rewards"]
+        defaults = {"gamma": 1.0, "kl_coef": 0.0} | {
+            name: config[name] for name in ("gamma", "lam", "lam_value", "lam_alpha", "kl_coef")
+        }
+        all_numbers = {name: value for name, value in (defaults | numbers).items() if value is not None}
+        batch = admit(
+            cp,
+            full_mask,
+            rewards,
+            tokens=tokens,
+            numbers={"gamma": 1.0, "kl_coef": 0.0} | all_numbers,
+            samples={name: samples[name] for name in ("group_ids", "bootstrap")},
+            sample_mask=samples["sample_mask"],
+            unselected=("values",) if config["masked_values"] == "use" else (),
+            nonfinite=config.nonfinite,
+        )
+        if problem is not None:
+            batch = replace(batch, facts=replace(batch.facts, problem=problem))
+        if batch.facts.problem is not None:
+            return batch
+        counts = batch.valid_counts
+        kl_sum = torch.zeros((), dtype=torch.float64, device=full_mask.device)
+        if batch.inputs[0] is not None:
+            kl_sum = batch.inputs[0].sum(dtype=torch.float64)
+        sums = [kl_sum, batch.missing.sum(), (counts == 0).sum(), counts.sum()]
+        return replace(batch, facts=replace(batch.facts, sums=torch.stack([x.double() for x in sums])))
+
+    def _estimate(self, cp: CPContext, dp: AllGather, batch: Batch, samples: dict) -> tuple[Tensor, Tensor]:
+        config = self.config
+        ids, options = samples["group_ids"], config.group_options()
+        if config.estimator == "gae":
+            out = advantage_estimates(batch, cp, config["clock"])
+            return out.returns, out.advantages
+        if config.estimator in ("reinforce_plus_plus", "remax"):
+            if config["group_center"] is not None:  # the group's advantage is the reward
+                scalars = group_scalars(batch, cp, ids, all_gather=dp, **options)
+                batch = replace(batch, rewards=scalars.double())
+                cp = replace(cp, agreement="off")  # done by the line above
+            returns = discounted_returns(batch, cp, config["clock"] or "token")
+        else:
+            returns = baseline_advantages(batch, cp, ids, all_gather=dp, **options)
+        return returns, returns.clone()
+
+    def _whiten(
+        self, cp: CPContext, dp_cp: AllGather, batch: Batch, facts: Facts, x: Tensor
+    ) -> tuple[Tensor, Whitening]:
+        options = {name: self.config[f"whiten_{name}"] for name in whiten_options()}
+        bits = as_bits(cp.take(batch.mask))
+        weights = None
+        if self.config["whiten_weight"] == "sequence":
+            options["ddof"] = 0
+            weights = cp.spread(1.0 / batch.valid_counts.clamp(min=1).double())
+        local = moments(x, bits, weights)
+        if self.config.agreement == "full":
+            shared = Facts(settings=cp.settings, sums=facts.sums, told=facts.told)
+            messages = agree(dp_cp, shared, local, step="whiten", where="DP x CP rank", size=MESSAGE)
+        else:
+            messages = call(dp_cp, local, "whiten")
+        merged = merge(messages)
+        population, mean, m2 = merged.tolist()
+        freedom = population - options["ddof"]
+        return apply(x, bits, merged, options), Whitening(population, mean, m2 / freedom if freedom > 0 else 0.0)
+
+    def _report(self, cp, where, batch, facts, told, returns, advantages, whitening) -> Returns:
+        own, missing, masked, valid = facts.sums.tolist()
+        kl_sum, scope = own, "cp" if where.size == 1 else "local"
+        tokens = valid
+        if told:
+            kl_sum, scope = float(told[0][:, 0].sum()), "cp"
+        if facts.told and whitening is not None:
+            kl_sum, scope = float(facts.told[0][:, 0].sum()), "global"
+            tokens = whitening.population if self.config["whiten_weight"] == "token" else None
+        if missing:
+            logger.warning(
+                "cp_returns: %d of %d samples have no reward (NaN) and were left out", missing, cp.layout.num_samples
+            )
+        info = Info(
+            samples=cp.layout.num_samples,
+            valid_tokens=int(valid),
+            fully_masked=int(masked),
+            missing_rewards=int(missing),
+            kl_in_reward=batch.inputs[0] is not None and not _is_zero(batch.numbers["kl_coef"]),
+            kl_sum=kl_sum,
+            kl_mean=kl_sum / tokens if tokens else 0.0,
+            whitening=whitening,
+            bytes_sent=sum(counted.bytes_sent for counted in where.counted),
+            collectives=sum(counted.collectives for counted in where.counted),
+            scope={
+                **dict.fromkeys(("samples", "valid_tokens", "fully_masked", "missing_rewards"), "cp"),
+                **dict.fromkeys(("kl_sum", "kl_mean"), scope),
+                **dict.fromkeys(("kl_in_reward", "whitening"), "global"),
+                **dict.fromkeys(("bytes_sent", "collectives"), "local"),
+            },
+        )
+        sizes = cp.layout.lengths(cp.rank).tolist()
+        lists = (list(torch.split(x, sizes)) for x in (returns, advantages, cp.take(batch.mask).clone()))
+        return Returns(*lists, info)
+
+
+def _is_zero(x: float | Tensor) -> bool:
+    return not isinstance(x, Tensor) and x == 0
+
+
+def _approx_kl(
+    cp: CPContext, packed: dict, full_mask: Tensor, config: ReturnsConfig
+) -> tuple[Tensor | None, Problem | None]:
+    """The KL at valid tokens. A mask that is not 0/1 is found by admission."""
+    a, b = packed["log_probs"], packed["ref_log_probs"]
+    expected = int(cp.layout.lengths(cp.rank).sum())
+    for name, x in (("log_probs", a), ("ref_log_probs", b)):
+        if tuple(x.shape) != (expected,):
+            return None, Problem(f"shape of {name}", list(x.shape), f"[{expected}]")
+    mask = cp.take(full_mask) != 0
+    return approx_kl(a, b, mask, kind=config.kl, clamp=config.kl_clamp), None
+
+
+def _padded_lengths(padded_lengths, packed_seq_params) -> Any:
+    cu_seqlens = getattr(packed_seq_params, "cu_seqlens_q_padded", None)
+    if padded_lengths is not None or cu_seqlens is None:
+        return padded_lengths
+    return np.diff(cu_seqlens.detach().cpu().numpy())
+
+
+def _pack(
+    name: str, xs: Sequence[Tensor] | None, lengths: np.ndarray, full: np.ndarray, device: torch.device
+) -> Tensor | None:
+    """A list of one tensor a sample -> packed; each must have the length that its sample has here."""
+    if xs is None:
+        return None
+    if isinstance(xs, Tensor) or len(xs) != len(lengths):
+        what = f"a tensor of shape {list(xs.shape)}" if isinstance(xs, Tensor) else f"a list of {len(xs)}"
+        raise CPInputError(f"{name} is {what}; expected a list of {len(lengths)} tensors, one a sample")
+    for i, (x, length) in enumerate(zip(xs, lengths.tolist(), strict=True)):
+        if not isinstance(x, Tensor) or x.dim() != 1 or len(x) != length:
+            given = f"has shape {list(x.shape)}" if isinstance(x, Tensor) else f"is a {type(x).__name__}"
+            whole = "" if length == full[i] else f" (the whole response has {full[i]})"
+            raise CPInputError(
+                f"sample {i}, {name} {given}; expected a tensor [{length}], the tokens this rank owns{whole}"
+            )
+        if x.device != device or x.dtype != xs[0].dtype:
+            raise CPInputError(
+                f"sample {i}, {name} is {x.dtype} on {x.device}; expected {xs[0].dtype} on {device}, as the others"
+            )
+    return torch.cat([x.detach() for x in xs]) if len(xs) else torch.zeros(0, device=device)
+
+
+def _per_sample(name: str, x: Sequence[float] | Tensor | None, samples: int, device: torch.device) -> Tensor | None:
+    if x is None:
+        return None
+    dtype = torch.int64 if name == "group_ids" else torch.float64
+    if not isinstance(x, Tensor):
+        shapes = [list(y.shape) for y in x if isinstance(y, Tensor) and y.dim()]
+        if shapes:
+            raise CPInputError(f"{name} holds a tensor of shape {shapes[0]}; expected one number a sample")
+        x = torch.tensor([y.item() if isinstance(y, Tensor) else y for y in x], dtype=dtype)
+    if tuple(x.shape) != (samples,):
+        raise CPInputError(f"{name} has shape {list(x.shape)}; expected [{samples}], one number a sample")
+    return x.detach().to(device)
