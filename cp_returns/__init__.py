@@ -3,6 +3,7 @@
 from cp_returns.baselines import group_advantage as group_advantage
 from cp_returns.collectives import alone as alone
 from cp_returns.collectives import over as over
+from cp_returns.config import ReturnsConfig as ReturnsConfig
 from cp_returns.context import CPContext as CPContext
 from cp_returns.context import carry as carry
 from cp_returns.context import gather as gather
@@ -19,6 +20,5 @@ from cp_returns.layout import contiguous as contiguous
 from cp_returns.layout import contiguous_pack as contiguous_pack
 from cp_returns.layout import zigzag as zigzag
 from cp_returns.module import ContextParallelReturns as ContextParallelReturns
-from cp_returns.module import ReturnsConfig as ReturnsConfig
 from cp_returns.scan import reverse_scan as reverse_scan
 from cp_returns.whiten import whiten as whiten

@@ -1,7 +1,7 @@
 """The door: every estimator's input is checked here, once, before anything is exchanged or computed.
 
-Nothing raises here: the first problem of a rank becomes part of its facts, and all ranks raise it together (`agreement`). Tests of data
-that live on a GPU are left there; only a failure looks for the culprit.
+Nothing raises here: the first problem of a rank becomes part of its facts, and all ranks raise it together
+(`agreement`). Tests of data that live on a GPU are left there; only a failure looks for the culprit.
 """
 
 from collections.abc import Mapping
@@ -80,8 +80,9 @@ def admit(
 ) -> Batch:
     """Check the input of one call; what is wrong is in the facts of the batch.
 
-    tokens: this rank's packed per-token inputs by name, None where absent. numbers: gamma and lam (in [0, 1]) and kl_coef, each a
-    float, a 0-dim tensor or one per sample. choices: settings that are one of a few words. samples: more [N] inputs to compare.
+    tokens: this rank's packed per-token inputs by name, None where absent. numbers: gamma and lam (in [0, 1]) and
+    kl_coef, each a float, a 0-dim tensor or one per sample. choices: settings that are one of a few words. samples:
+    more [N] inputs to compare.
     unselected: tokens that are used at masked positions too.
     """
     layout = cp.layout
@@ -251,7 +252,9 @@ def _finite(name: str, x: Tensor, bad: Tensor, expected: str) -> Check:
 
 
 def _tokens_finite(cp: CPContext, name: str, x: Tensor) -> list[Check]:
-    """NaN and inf at valid tokens. The sum is the cheap test: nothing non-finite leaves it finite; it may overflow, `find` knows."""
+    """NaN and inf at valid tokens. The sum is the cheap test: nothing non-finite leaves it finite; it may overflow,
+    `find` knows.
+    """
     if x.dtype not in _FLOATS:
         return []
     total = x.sum(dtype=torch.float64 if x.is_cuda or x.dtype == torch.float64 else torch.float32)

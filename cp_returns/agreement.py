@@ -1,8 +1,10 @@
 """Failure agreement: bad input on one rank is the same error on every rank, within one fixed-size all-gather.
 
-The first collective of a call is an *envelope* of 16 KiB, the same size on every rank whatever its input is, so it cannot
-mismatch: a header [status, fingerprints] and, where it fits, the payload of the call. When all headers are well and equal the
-call goes on. When not, one more all-gather of 4 KiB a rank carries the details, and every rank builds the same text from them.
+The first collective of a call is an *envelope* of 16 KiB, the same size on every rank whatever its input is, so it
+cannot
+mismatch: a header [status, fingerprints] and, where it fits, the payload of the call. When all headers are well and
+equal the call goes on. When not, one more all-gather of 4 KiB a rank carries the details, and every rank builds the
+same text from them.
 
 On CUDA reading the headers is the one device-to-host read of a call.
 """
@@ -75,7 +77,9 @@ class Facts:
 
 
 def fingerprint(x: Tensor) -> Tensor:
-    """A 0-dim int64 that depends on every bit and its place: words times odd numbers, summed modulo 2^64, on x's device."""
+    """A 0-dim int64 that depends on every bit and its place: words times odd numbers, summed modulo 2^64, on x's
+    device.
+    """
     raw = x.detach().contiguous().view(-1).view(torch.uint8)
     tail = -raw.numel() % 8
     words = (torch.cat([raw, raw.new_zeros(tail)]) if tail else raw).view(torch.int64)
@@ -88,8 +92,9 @@ def agree(
 ) -> Tensor:
     """[W, *payload.shape]: all ranks' payloads, or the same CPInputError on every rank.
 
-    The payload's shape follows from the lengths, which are compared. It rides in the envelope when it fits, else it takes a second
-    collective. `where` names the ranks in errors ("CP rank"). size: of the envelope, the same on all ranks of a step.
+    The payload's shape follows from the lengths, which are compared. It rides in the envelope when it fits, else it
+    takes a second collective. `where` names the ranks in errors ("CP rank"). size: of the envelope, the same on all
+    ranks of a step.
     """
     data = payload.contiguous().view(-1).view(torch.uint8)
     envelopes, _ = _exchange_headers(all_gather, facts, data, step, where, size)
@@ -232,7 +237,7 @@ def _first_difference(told: list[dict], where: str) -> str | None:
         for place, key, a, b in pairs:
             if a.get(key) != b.get(key):
                 return (
-                    f"{where} {rank} of {len(told)}: {place}{key} is {b.get(key)}; expected {a.get(key)}, as on {where} 0: "
-                    "all ranks must be given the same"
+                    f"{where} {rank} of {len(told)}: {place}{key} is {b.get(key)}; expected {a.get(key)}, "
+                    f"as on {where} 0: all ranks must be given the same"
                 )
     return None

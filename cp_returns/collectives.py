@@ -3,14 +3,14 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from cp_returns.errors import CPCollectiveError
 
 AllGather = Callable[[Tensor], Tensor]
-"""[..] on each rank -> [W, ..] on all, in rank order. Injected everywhere, so tests can use threads or `torch.stack`."""
+"""[..] on each rank -> [W, ..] on all, in rank order. Injected everywhere, so tests can use threads or `torch.stack`.
+"""
 
 
 def alone(x: Tensor) -> Tensor:
@@ -20,7 +20,8 @@ def alone(x: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class over:  # noqa: N801 - reads as the function it is: over(group)
-    """`over(group)` is the all-gather over a torch.distributed process group (gloo or NCCL), on the device of its input.
+    """`over(group)` is the all-gather over a torch.distributed process group (gloo or NCCL), on the device of its
+    input.
 
     No autograd: what goes in is detached, what comes out requires no grad.
     """

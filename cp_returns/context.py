@@ -1,4 +1,4 @@
-"""CPContext: what a formula sees of context parallelism: take, spread, scan; and the two strategies that run a formula."""
+"""CPContext: what a formula sees of context parallelism (take, spread, scan), and the two strategies that run it."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
@@ -25,7 +25,8 @@ PerSample = float | Float64[Tensor, " samples"]
 def gather(cp: "CPContext", facts: Facts, formula: Formula, inputs: Inputs) -> tuple[Tensor, ...]:
     """All-gather the local inputs, run the formula on whole responses as one rank would, take own tokens back.
 
-    Bit-exact: the same code on the same numbers for every cp_size. 4 bytes a float32 token, padded to the largest shard.
+    Bit-exact: the same code on the same numbers for every cp_size. 4 bytes a float32 token, padded to the largest
+    shard.
     """
     if cp.agreement == "full":
         nothing = torch.zeros(0, dtype=torch.uint8, device=cp.device(facts, inputs))
@@ -41,8 +42,8 @@ def gather(cp: "CPContext", facts: Facts, formula: Formula, inputs: Inputs) -> t
 def carry(cp: "CPContext", facts: Facts, formula: Formula, inputs: Inputs) -> tuple[Tensor, ...]:
     """Run the formula on own pieces; its scan exchanges one float64 a piece, in the envelope of the agreement.
 
-    Within 2^-23 of the sample's largest |G| of `gather` (the bound is proved in `exchange`). The message has 8 bytes a piece,
-    whatever the length.
+    Within 2^-23 of the sample's largest |G| of `gather` (the bound is proved in `exchange`). The message has 8 bytes a
+    piece, whatever the length.
     """
     return formula(replace(cp, facts=facts), *inputs)
 
@@ -54,9 +55,9 @@ Strategy = Callable[["CPContext", Facts, Formula, Inputs], tuple[Tensor, ...]]
 class CPContext:
     """One rank's place in a context-parallel group.
 
-    layout: who owns which token. rank: this rank. all_gather: over the group, in rank order; default one rank. strategy: `gather`
-    (default, bit-exact) or `carry` (one small message). agreement: "full" compares all input first, "off" trusts the caller and
-    reads nothing back from a GPU. settings: anything else that all ranks must hold alike.
+    layout: who owns which token. rank: this rank. all_gather: over the group, in rank order; default one rank.
+    strategy: `gather` (default, bit-exact) or `carry` (one small message). agreement: "full" compares all input first,
+    "off" trusts the caller and reads nothing back from a GPU. settings: anything else that all ranks must hold alike.
     """
 
     layout: Layout
@@ -95,7 +96,9 @@ class CPContext:
         )
 
     def run(self, formula: Formula, inputs: Inputs, facts: Facts) -> tuple[Tensor, ...]:
-        """formula(context, *inputs) by this context's strategy, after all ranks agree that their facts are well and equal."""
+        """formula(context, *inputs) by this context's strategy, after all ranks agree that their facts are well and
+        equal.
+        """
         if facts.problem is not None or self.layout.cp_size == 1:
             self.agree(facts)  # raises on every rank where there is a problem
         if self.layout.cp_size == 1:
@@ -141,8 +144,9 @@ class CPContext:
     ) -> list[Float64[Tensor, " local"]]:
         """For each decay, y_j = r_j + gamma^tick_j * V_next - V_j + decay^tick_j * y_next over the steps of the clock.
 
-        V_next is the value of the next step, or the bootstrap after the last one. One exchange serves all decays: a piece looks ahead to 0,
-        and what its last step misses, decay^tick * y_next + gamma^tick * V_next, is linear and arrives as one number.
+        V_next is the value of the next step, or the bootstrap after the last one. One exchange serves all decays: a
+        piece looks ahead to 0, and what its last step misses, decay^tick * y_next + gamma^tick * V_next, is linear and
+        arrives as one number.
         """
         here = (
             finish(begin(values, self.segments, 0.0, tick=clock.step), dtype=torch.float64)
@@ -219,7 +223,9 @@ class CPContext:
         return Clock(self, full_mask, keep, keep, as_bits(self.take(full_tick)), full_tick)
 
     def terminal(self, prefix: Prefix, rewards: Float64[Tensor, " samples"]) -> tuple[Tensor, Tensor]:
-        """Each sample's reward as an impulse on its last valid token: (offset, value) per own piece, 0 where it is elsewhere."""
+        """Each sample's reward as an impulse on its last valid token: (offset, value) per own piece, 0 where it is
+        elsewhere.
+        """
         ends = torch.from_numpy(np.cumsum(self.layout.response_lengths)).to(rewards.device)
         starts = torch.from_numpy(self.layout.starts()).to(rewards.device)
         within = (prefix.last(ends) - starts)[:, None]
@@ -295,7 +301,9 @@ class Clock:
 
 @dataclass(frozen=True)
 class Reward:
-    """r_j = scale * dense_j on valid tokens, plus one terminal impulse a sample; float64 where it is used, tile by tile."""
+    """r_j = scale * dense_j on valid tokens, plus one terminal impulse a sample; float64 where it is used, tile by
+    tile.
+    """
 
     dense: Tensor
     scale: PerSample = 1.0

@@ -1,11 +1,14 @@
-"""The estimators of REINFORCE++, ReMax and GAE: each says what is summed and with what decay, in the words of its equation.
+"""The estimators of REINFORCE++, ReMax and GAE: each says what is summed and with what decay, in the words of its
+equation.
 
-kl, values, token_rewards: this rank's packed tokens (`cp.layout.lengths(rank)` of each sample). full_mask: packed whole responses, 0/1,
-equal on all ranks; values are selected by it, so masked slots may hold anything. rewards: one scalar a sample, placed on its last valid
-token; NaN means missing and makes the sample count as fully masked. gamma, lam, kl_coef: a float or one per sample.
+kl, values, token_rewards: this rank's packed tokens (`cp.layout.lengths(rank)` of each sample). full_mask: packed whole
+responses, 0/1, equal on all ranks; values are selected by it, so masked slots may hold anything. rewards: one scalar a
+sample, placed on its last valid token; NaN means missing and makes the sample count as fully masked. gamma, lam,
+kl_coef: a float or one per sample.
 
-Outputs are this rank's packed tokens, float32 (float64 if a per-token input is), 0 at masked tokens, without autograd. Every rank of `cp`
-must make the call, also one that owns no token. Bad input on any rank raises the same CPInputError on all.
+Outputs are this rank's packed tokens, float32 (float64 if a per-token input is), 0 at masked tokens, without autograd.
+Every rank of `cp` must make the call, also one that owns no token. Bad input on any rank raises the same CPInputError
+on all.
 """
 
 from dataclasses import dataclass
@@ -39,12 +42,14 @@ def reinforce_plus_plus(
     sample_mask: Shaped[Tensor, " samples"] | None = None,
     nonfinite: str = "error",
 ) -> Shaped[Tensor, " local"]:
-    """REINFORCE++ returns: the discounted reward to go, with the KL penalty in the reward (Hu et al., 2025; slime, OpenRLHF).
+    """REINFORCE++ returns: the discounted reward to go, with the KL penalty in the reward (Hu et al., 2025; slime,
+    OpenRLHF).
 
         r_j = -kl_coef * kl_j + token_reward_j (+ reward at the last valid token)
         G_j = r_j + gamma^tick_j * G_{j+1}
 
-    Raises CPInputError on every rank: see the module. `nonfinite="propagate"` lets NaN and inf spoil their own sample instead.
+    Raises CPInputError on every rank: see the module. `nonfinite="propagate"` lets NaN and inf spoil their own sample
+    instead.
     """
     batch = admit(
         cp,
@@ -88,7 +93,8 @@ def remax(
 
         A_j = sum over s >= j of r_s - baseline
 
-    baselines: one scalar a sample. It is the same for every token, so it is taken from the terminal reward. Errors: see the module.
+    baselines: one scalar a sample. It is the same for every token, so it is taken from the terminal reward. Errors: see
+    the module.
     """
     rewards, baselines = (x if x.dtype == torch.float64 else x.double() for x in (rewards, baselines))
     total = rewards - baselines if rewards.shape == baselines.shape else rewards
@@ -135,12 +141,14 @@ def gae(
 ) -> GAE:
     """Generalised advantage estimation (Schulman et al., 2016) over the steps of the clock.
 
-        delta_j = r_j + gamma^tick_j * V_next - V_j        V_next: of the next step; `bootstrap` (default 0) after the last
+        delta_j = r_j + gamma^tick_j * V_next - V_j        V_next: of the next step; `bootstrap` (default 0) after the
+        last
         A_j = delta_j + (gamma * lam)^tick_j * A_next      returns = A + V
 
-    lam_value: the returns come from a second recurrence with this lambda (VC-PPO, VAPO). lam_alpha: length-adaptive lambda in place of
-    `lam`, 1 - 1 / (lam_alpha * valid tokens) within [0, 1] (VAPO). masked_values, for the token clock: values of masked tokens count as
-    0 ("zero", OpenRLHF) or are used and must be finite ("use", slime). Errors: see the module.
+    lam_value: the returns come from a second recurrence with this lambda (VC-PPO, VAPO). lam_alpha: length-adaptive
+    lambda in place of `lam`, 1 - 1 / (lam_alpha * valid tokens) within [0, 1] (VAPO). masked_values, for the token
+    clock: values of masked tokens count as 0 ("zero", OpenRLHF) or are used and must be finite ("use", slime). Errors:
+    see the module.
     """
     batch = admit(
         cp,
@@ -199,12 +207,13 @@ def reinforce_plus_plus_baseline(
     sample_mask: Shaped[Tensor, " samples"] | None = None,
     nonfinite: str = "error",
 ) -> Shaped[Tensor, " local"]:
-    """REINFORCE++-baseline advantages before whitening: nothing is discounted and the KL is not summed (slime, NeMo-RL).
+    """REINFORCE++-baseline advantages before whitening: nothing is discounted and the KL is not summed (slime, NeMo-
+    RL).
 
         A_j = (reward - mean reward of its group) - kl_coef * kl_j        on valid tokens
 
-    `all_gather` is over the data-parallel ranks that share groups; default this rank's samples only. Errors: see the module; where
-    `all_gather` is given, its ranks raise too.
+    `all_gather` is over the data-parallel ranks that share groups; default this rank's samples only. Errors: see the
+    module; where `all_gather` is given, its ranks raise too.
     """
     batch = admit(
         cp,
@@ -224,7 +233,8 @@ def baseline_advantages(
 ) -> Shaped[Tensor, " local"]:
     """A_j = group_advantage(rewards) - kl_coef * kl_j on valid tokens, of an admitted batch of kl.
 
-    With no KL these are GRPO, Dr. GRPO, RLOO and OPO: `baseline` are the settings of `group_advantage`. Each rank computes its own tokens.
+    With no KL these are GRPO, Dr. GRPO, RLOO and OPO: `baseline` are the settings of `group_advantage`. Each rank
+    computes its own tokens.
     """
     (kl,) = batch.inputs or (None,)
     a = cp.spread(group_scalars(batch, cp, group_ids, all_gather=all_gather, **baseline))
@@ -237,7 +247,9 @@ def baseline_advantages(
 def group_scalars(
     batch: Batch, cp: CPContext, group_ids: Int[Tensor, " samples"], *, all_gather: AllGather, **baseline
 ) -> Float64[Tensor, " samples"]:
-    """One advantage a sample, after the ranks of `cp` have agreed; a problem of theirs reaches the ranks of `all_gather` too."""
+    """One advantage a sample, after the ranks of `cp` have agreed; a problem of theirs reaches the ranks of
+    `all_gather` too.
+    """
     try:
         cp.agree(batch.facts)
     except CPInputError as error:

@@ -1,4 +1,5 @@
-"""The distributed steps as pure pairs around one all-gather: `send` makes this rank's message, `receive` reads all ranks'.
+"""The distributed steps as pure pairs around one all-gather: `send` makes this rank's message, `receive` reads all
+ranks'.
 
 `gather` moves the tokens: every rank's local inputs in their own dtype, padded for transport to the largest shard.
 
@@ -6,14 +7,16 @@
 
     y_first = local + decay^ticks * entering
 
-so a rank scans its own pieces with nothing entering, all ranks exchange the K first values of each sample, and each chains them right
-to left. GAE sends a second number, the value of the piece's first step, because its last step looks ahead to it.
+so a rank scans its own pieces with nothing entering, all ranks exchange the K first values of each sample, and each
+chains them right to left. GAE sends a second number, the value of the piece's first step, because its last step looks
+ahead to it.
 
-Why the error of `carry` is bounded. Let M be the largest |G| of a sample, with gamma in [0, 1]. Each reward is x_j = G_j - gamma^tick
-G_{j+1}, so |x_j| <= 2M; the local y of a piece is G_j minus decay^distance times a true G, so it is at most 2M too, for every W and every
-input. All of it is float64: each operation adds at most 2M * 2^-53, over n steps n * 2M * 2^-53, under 2^-29 M for a million tokens.
-The only other error is the one rounding to float32, 2^-24 M, which `gather` has as well; two roundings of nearly equal numbers differ by
-at most one unit of float32, 2^-23 M. Float32 messages would cost another 2^-24 of 2M a piece and break the bound.
+Why the error of `carry` is bounded. Let M be the largest |G| of a sample, with gamma in [0, 1]. Each reward is x_j =
+G_j - gamma^tick G_{j+1}, so |x_j| <= 2M; the local y of a piece is G_j minus decay^distance times a true G, so it is at
+most 2M too, for every W and every input. All of it is float64: each operation adds at most 2M * 2^-53, over n steps n *
+2M * 2^-53, under 2^-29 M for a million tokens. The only other error is the one rounding to float32, 2^-24 M, which
+`gather` has as well; two roundings of nearly equal numbers differ by at most one unit of float32, 2^-23 M. Float32
+messages would cost another 2^-24 of 2M a piece and break the bound.
 """
 
 import numpy as np
@@ -109,11 +112,13 @@ def chain_ahead(
     last_gamma: Pieces,
     bootstrap: Float64[Tensor, " samples"],
 ) -> Pieces:
-    """[N, K] what GAE adds to the last step of each piece: last * A_next + last_gamma * V_next of the next piece with steps.
+    """[N, K] what GAE adds to the last step of each piece: last * A_next + last_gamma * V_next of the next piece with
+    steps.
 
-    first: A of the piece's first step, where the last step looked ahead to 0. inner: gain from the last step to the first; last and
-    last_gamma: (gamma lam)^tick and gamma^tick of the last step. Past the response A is 0 and V is the bootstrap. A piece without steps
-    passes on what it gets.
+    first: A of the piece's first step, where the last step looked ahead to 0. inner: gain from the last step to the
+    first; last and
+    last_gamma: (gamma lam)^tick and gamma^tick of the last step. Past the response A is 0 and V is the bootstrap. A
+    piece without steps passes on what it gets.
     """
     advantage, ahead = torch.zeros_like(bootstrap), bootstrap
     entering = []
@@ -128,8 +133,8 @@ def chain_ahead(
 def power(decay: float | Tensor, ticks: Tensor) -> Float64[Tensor, "samples pieces"]:
     """decay^ticks in float64, 0^0 = 1; decay a float or one per sample, ticks [N, K].
 
-    numpy on the host: torch's vector pow rounds the last elements of a tensor otherwise than the rest, and a sample's bits must not
-    depend on its place.
+    numpy on the host: torch's vector pow rounds the last elements of a tensor otherwise than the rest, and a sample's
+    bits must not depend on its place.
     """
     base = (
         decay[:, None]

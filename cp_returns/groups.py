@@ -12,14 +12,17 @@ import torch.distributed as dist
 from cp_returns.collectives import AllGather, alone, over
 
 Group = Any
-"""A process group, a one-dimensional DeviceMesh, or an all-gather that knows its `rank` and `size` (as `over(group)` does)."""
+"""A process group, a one-dimensional DeviceMesh, or an all-gather that knows its `rank` and `size` (as `over(group)`
+does).
+"""
 
 
 def context_parallel(cp_group: Group, packed_seq_params: Any, pg_collection: Any) -> AllGather:
     """The all-gather over the CP group.
 
-    In this order: cp_group, packed_seq_params.cp_group, packed_seq_params.local_cp_size == 1 (no CP), pg_collection.cp, Megatron's
-    parallel_state. Raises RuntimeError with more than one process and none of these: never a silent cp_size 1.
+    In this order: cp_group, packed_seq_params.cp_group, packed_seq_params.local_cp_size == 1 (no CP), pg_collection.cp,
+    Megatron's parallel_state. Raises RuntimeError with more than one process and none of these: never a silent cp_size
+    1.
     """
     if cp_group is not None:
         return _over(cp_group)
@@ -35,16 +38,17 @@ def context_parallel(cp_group: Group, packed_seq_params: Any, pg_collection: Any
     if _world_size() == 1:
         return alone
     raise RuntimeError(
-        f"no context-parallel group among {_world_size()} processes: give cp_group (or pg_collection, or packed_seq_params with one), or "
-        "initialise megatron.core.parallel_state"
+        f"no context-parallel group among {_world_size()} processes: give cp_group (or pg_collection, or "
+        "packed_seq_params with one), or initialise megatron.core.parallel_state"
     )
 
 
 def data_and_context_parallel(dp_cp_group: Group, pg_collection: Any, cp: AllGather) -> AllGather:
     """The all-gather over DP x CP, whose tokens are whitened together.
 
-    In this order: dp_cp_group, pg_collection.dp_cp_gtp_remat (its peers hold other data, and newer `dp_cp` leaves them out),
-    pg_collection.dp_cp, Megatron's get_data_parallel_group(with_context_parallel=True), the CP group when it is the whole world.
+    In this order: dp_cp_group, pg_collection.dp_cp_gtp_remat (its peers hold other data, and newer `dp_cp` leaves them
+    out), pg_collection.dp_cp, Megatron's get_data_parallel_group(with_context_parallel=True), the CP group when it is
+    the whole world.
     """
     if dp_cp_group is not None:
         return _over(dp_cp_group)

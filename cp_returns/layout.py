@@ -1,12 +1,14 @@
 """Who owns which response token: index arithmetic on host integers, no torch and no process group.
 
 Response token j of a sample is predicted by the logit at position prompt - 1 + j, and whoever holds that position owns
-j: its log-prob, KL, value and return. A layout cuts the positions of a sample into K pieces and deals them to the ranks:
+j: its log-prob, KL, value and return. A layout cuts the positions of a sample into K pieces and deals them to the
+ranks:
 
-    cuts = clip(arange(K + 1) * piece - (prompt - 1), 0, response)        piece p is response tokens cuts[p] .. cuts[p+1]
+    cuts = clip(arange(K + 1) * piece - (prompt - 1), 0, response)        piece p is response tokens cuts[p] ..
+    cuts[p+1]
 
-Zigzag (slime; Megatron and Transformer Engine with padding) has K = 2 * cp_size pieces, dealt 0 1 .. W-1 W-1 .. 1 0, so that
-every rank gets a cheap and a dear piece of causal attention. Contiguous layouts have K = cp_size.
+Zigzag (slime; Megatron and Transformer Engine with padding) has K = 2 * cp_size pieces, dealt 0 1 .. W-1 W-1 .. 1 0, so
+that every rank gets a cheap and a dear piece of causal attention. Contiguous layouts have K = cp_size.
 """
 
 from collections.abc import Sequence
@@ -23,8 +25,8 @@ Integers = np.ndarray
 class Layout:
     """How a batch of N responses is cut into K pieces, and which rank owns each piece.
 
-    Build it with `zigzag`, `contiguous` or `contiguous_pack`. The *full pack* is all whole responses one after the other; a
-    rank's *local pack* is, sample by sample, the pieces that it owns in the order of their tokens.
+    Build it with `zigzag`, `contiguous` or `contiguous_pack`. The *full pack* is all whole responses one after the
+    other; a rank's *local pack* is, sample by sample, the pieces that it owns in the order of their tokens.
     """
 
     total_lengths: Integers  # [N] prompt + response
@@ -83,9 +85,10 @@ def zigzag(
 ) -> Layout:
     """Zigzag: 2 * cp_size pieces a sample; rank r owns pieces r and 2 * cp_size - 1 - r.
 
-    `multiple=1` is slime's rule, ceil(total / 2W) tokens a piece. Megatron and Transformer Engine pad each packed sequence to a
-    multiple of 2W * a first: give `multiple=a` (the tensor-parallel size with sequence parallelism), or the padded lengths
-    themselves (from `cu_seqlens_q_padded`, a BSHD width, an fp8 rule), which must be divisible by 2W.
+    `multiple=1` is slime's rule, ceil(total / 2W) tokens a piece. Megatron and Transformer Engine pad each packed
+    sequence to a multiple of 2W * a first: give `multiple=a` (the tensor-parallel size with sequence parallelism), or
+    the padded lengths themselves (from `cu_seqlens_q_padded`, a BSHD width, an fp8 rule), which must be divisible by
+    2W.
 
     Raises CPInputError naming the sample and both numbers when lengths do not fit.
     """
@@ -117,8 +120,8 @@ def contiguous_pack(
 ) -> Layout:
     """Contiguous over the pack (slime's `allgather_cp`): samples concatenated to one stream, which is cut in cp_size.
 
-    `stream_length` is the padded length of the stream, divisible by cp_size. `padded_lengths` are the widths that the samples
-    take in the stream, where these are wider than `total_lengths`; nothing divides them.
+    `stream_length` is the padded length of the stream, divisible by cp_size. `padded_lengths` are the widths that the
+    samples take in the stream, where these are wider than `total_lengths`; nothing divides them.
     """
     total, response = _lengths(total_lengths, response_lengths)
     width = total if padded_lengths is None else _padded(padded_lengths, total, divisor=1)
@@ -182,8 +185,8 @@ def _lengths(total_lengths: Sequence[int], response_lengths: Sequence[int]) -> t
     if bad.any():
         i = int(bad.argmax())
         raise CPInputError(
-            f"sample {i}: response_length {response[i]} of total_length {total[i]}; expected 0 <= response < total: the prompt "
-            "needs at least one token, whose logit predicts the first response token"
+            f"sample {i}: response_length {response[i]} of total_length {total[i]}; expected 0 <= response < total: "
+            "the prompt needs at least one token, whose logit predicts the first response token"
         )
     return total, response
 
@@ -196,7 +199,7 @@ def _padded(padded_lengths: Sequence[int], total: Integers, *, divisor: int) -> 
     if bad.any():
         i = int(bad.argmax())
         raise CPInputError(
-            f"sample {i}: padded_length {padded[i]} of total_length {total[i]}; expected at least the total length and a "
-            f"multiple of {divisor} (the pieces of a sample)"
+            f"sample {i}: padded_length {padded[i]} of total_length {total[i]}; expected at least the total length "
+            f"and a multiple of {divisor} (the pieces of a sample)"
         )
     return padded

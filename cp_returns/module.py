@@ -1,4 +1,6 @@
-"""The door for Megatron actor code: ReturnsConfig says what to compute, ContextParallelReturns takes and gives lists as trainers hold them."""
+"""The door for Megatron actor code: ReturnsConfig says what to compute, ContextParallelReturns takes and gives lists as
+trainers hold them.
+"""
 
 import logging
 from collections.abc import Mapping, Sequence
@@ -11,152 +13,22 @@ from torch import Tensor, nn
 
 from cp_returns import groups
 from cp_returns.admission import Batch, admit
-from cp_returns.agreement import Facts, Problem, agree, raise_together, refuse
-from cp_returns.baselines import group_advantage
+from cp_returns.agreement import Facts, Problem, agree, refuse
 from cp_returns.collectives import AllGather, Counted, alone, call
-from cp_returns.context import CLOCKS, CPContext, carry, gather
+from cp_returns.config import LAYOUTS, STRATEGIES, ReturnsConfig
+from cp_returns.context import CPContext
 from cp_returns.errors import CPInputError
-from cp_returns.estimators import (
-    MASKED_VALUES,
-    advantage_estimates,
-    baseline_advantages,
-    discounted_returns,
-    group_scalars,
-)
+from cp_returns.estimators import advantage_estimates, baseline_advantages, discounted_returns, group_scalars
 from cp_returns.kl import approx_kl
-from cp_returns.layout import Layout, contiguous, contiguous_pack, zigzag
+from cp_returns.layout import Layout, contiguous_pack
 from cp_returns.scan import as_bits
 from cp_returns.whiten import MESSAGE, apply, merge, moments
 from cp_returns.whiten import options as whiten_options
 
 logger = logging.getLogger(__name__)
-LAYOUTS = {"zigzag": zigzag, "contiguous": contiguous, "contiguous_pack": contiguous_pack}
-STRATEGIES = {"gather": gather, "carry": carry}
-
-_KL = {"kl_coef": 0.0, "kl": None, "kl_clamp": None}
-_GROUP = {"group_center": "mean", "group_scale": "none", "group_ddof": 1, "group_eps": 1e-6, "singleton": "zero"}
-_WHITEN = {f"whiten_{key}": value for key, value in whiten_options().items()} | {"whiten_weight": "token"}
-# Which options an estimator uses, with its defaults. A named group estimator is a combination of options.
-ESTIMATORS: Mapping[str, Mapping[str, object]] = {
-    "reinforce_plus_plus": {"gamma": 1.0, "clock": "token", **_KL, **_GROUP, "group_center": None},
-    "reinforce_plus_plus_baseline": {**_KL, **_GROUP},
-    "gae": {
-        "gamma": 1.0,
-        "lam": 1.0,
-        "lam_value": None,
-        "lam_alpha": None,
-        "clock": "trainable",
-        "masked_values": "zero",
-        **_KL,
-    },
-    "remax": dict(_KL),
-    "grpo": {**_GROUP, "group_scale": "std"},
-    "dr_grpo": dict(_GROUP),
-    "rloo": {**_GROUP, "group_center": "loo"},
-    "opo": {**_GROUP, "group_center": "opo"},
-}
 
 
-@dataclass(frozen=True)
-class ReturnsConfig:
-    """What to compute. None means the estimator's default; an option that the estimator does not use must stay None.
-
-    estimator: reinforce_plus_plus, reinforce_plus_plus_baseline, gae, remax, grpo, dr_grpo, rloo, opo.
-    gamma, lam, lam_value, lam_alpha, clock, masked_values, kl_coef: as in `estimators`. With `group_center` set, reinforce_plus_plus takes the
-    group's advantage as its reward (OpenRLHF's rloo and group_norm).
-    kl, kl_clamp: the estimator ("k1", "k2", "k3") when log_probs and ref_log_probs are given in place of kl.
-    group_*, singleton: as in `group_advantage`. whiten and whiten_*: as in `whiten`; whiten_weight "token" or "sequence".
-    layout, multiple: "zigzag", "contiguous" or "contiguous_pack", as in `layout`. strategy: "gather" (bit-exact) or "carry" (one small
-    message). agreement: "full" or "off". nonfinite: "error" or "propagate".
-
-    Raises CPInputError for an unknown word and for an option that would be ignored.
-    """
-
-    estimator: str = "reinforce_plus_plus"
-    gamma: float | None = None
-    lam: float | None = None
-    lam_value: float | None = None
-    lam_alpha: float | None = None
-    clock: str | None = None
-    masked_values: str | None = None
-    kl_coef: float | None = None
-    kl: str | None = None
-    kl_clamp: float | None = None
-    group_center: str | None = None
-    group_scale: str | None = None
-    group_ddof: int | None = None
-    group_eps: float | None = None
-    singleton: str | None = None
-    whiten: bool = False
-    whiten_ddof: int | None = None
-    whiten_eps: float | None = None
-    whiten_eps_mode: str | None = None
-    whiten_center: bool | None = None
-    whiten_shift_mean: bool | None = None
-    whiten_scale: bool | None = None
-    whiten_weight: str | None = None
-    layout: str = "zigzag"
-    multiple: int = 1
-    strategy: str = "gather"
-    agreement: str = "full"
-    nonfinite: str = "error"
-
-    def __post_init__(self):
-        for name, allowed in (
-            ("estimator", ESTIMATORS),
-            ("layout", LAYOUTS),
-            ("strategy", STRATEGIES),
-            ("agreement", ("full", "off")),
-            ("nonfinite", ("error", "propagate")),
-            ("clock", (None, *CLOCKS)),
-            ("masked_values", (None, *MASKED_VALUES)),
-            ("kl", (None, "k1", "k2", "k3")),
-            ("whiten_weight", (None, "token", "sequence")),
-        ):
-            if getattr(self, name) not in allowed:
-                words = ", ".join(repr(word) for word in allowed if word is not None)
-                raise CPInputError(f"{name} is {getattr(self, name)!r}; expected one of {words}")
-        used = self.defaults()
-        for name in (*_OPTIONS, *_WHITEN):
-            if getattr(self, name) is not None and name not in used:
-                why = "whiten=False" if name in _WHITEN else f"estimator {self.estimator!r}"
-                raise CPInputError(
-                    f"{name} is {getattr(self, name)!r}, which {why} does not use; expected it to be left out"
-                )
-        if self.masked_values == "use" and self["clock"] != "token":
-            raise CPInputError(
-                "masked_values is 'use'; expected clock 'token', the only one for which a masked token is a step"
-            )
-        if self.group_center is None and self["group_center"] is None:
-            for name in _GROUP:
-                if getattr(self, name) is not None:
-                    raise CPInputError(f"{name} is {getattr(self, name)!r}, which is not used without group_center")
-
-    def defaults(self) -> dict[str, object]:
-        """The options that are used, with their defaults."""
-        return dict(ESTIMATORS[self.estimator]) | (_WHITEN if self.whiten else {})
-
-    def __getitem__(self, name: str) -> Any:
-        """The value of an option, its default where it was left out; None where the estimator does not use it."""
-        value = getattr(self, name)
-        return self.defaults().get(name) if value is None else value
-
-    def group_options(self) -> dict[str, Any]:
-        names = ("center", "scale", "ddof", "eps")
-        return {name: self[f"group_{name}"] for name in names} | {"singleton": self["singleton"]}
-
-    @classmethod
-    def preset(cls, framework: str, *, estimator: str, **changes) -> "ReturnsConfig":
-        """The settings with which this library gives that framework's numbers (`configs/presets/*.yaml`), with `changes`.
-
-        framework: slime, verl, openrlhf, nemo_rl, miles or trl. Needs PyYAML. Raises CPInputError naming what there is.
-        """
-        from cp_returns.presets import load
-
-        return cls(**(load(framework, estimator) | changes))
-
-
-_OPTIONS = tuple(dict.fromkeys(name for options in ESTIMATORS.values() for name in options))
+_NUMBERS = ("gamma", "lam", "lam_value", "lam_alpha", "kl_coef")
 
 
 @dataclass(frozen=True)
@@ -210,8 +82,9 @@ class _Groups:
 class ContextParallelReturns(nn.Module):
     """Returns and advantages when each context-parallel rank holds its slice of every response.
 
-    Build it once in the actor and call it in loss code or, with whitening, once per rollout batch on the last pipeline stage; tensor-parallel
-    peers hold equal inputs and make equal calls. Groups may be given here or per call and are resolved per call (see `groups`).
+    Build it once in the actor and call it in loss code or, with whitening, once per rollout batch on the last pipeline
+    stage; tensor-parallel peers hold equal inputs and make equal calls. Groups may be given here or per call and are
+    resolved per call (see `groups`).
     """
 
     def __init__(
@@ -270,10 +143,12 @@ class ContextParallelReturns(nn.Module):
     ) -> Returns:
         """One call for a batch of N samples; every rank of the groups must make it, with N = 0 too.
 
-        kl (or log_probs and ref_log_probs, with `ReturnsConfig(kl=)`), values, token_rewards: lists of this rank's shards, [local tokens]
-        each. loss_masks: whole responses, 0/1. rewards, sample_mask, bootstrap, baselines (ReMax), group_ids: one a sample. gamma, lam,
-        kl_coef: per-call values in place of the config's, a float or one a sample. padded_lengths: see `layout`; default from
-        packed_seq_params.cu_seqlens_q_padded. dp_group: the data-parallel ranks that share groups of samples.
+        kl (or log_probs and ref_log_probs, with `ReturnsConfig(kl=)`), values, token_rewards: lists of this rank's
+        shards, [local tokens] each. loss_masks: whole responses, 0/1. rewards, sample_mask, bootstrap, baselines
+        (ReMax), group_ids: one a sample. gamma, lam,
+        kl_coef: per-call values in place of the config's, a float or one a sample. padded_lengths: see `layout`;
+        default from packed_seq_params.cu_seqlens_q_padded. dp_group: the data-parallel ranks that share groups of
+        samples.
 
         Raises CPInputError, the same on every rank of the widest group that the call uses.
         """
@@ -385,7 +260,9 @@ class ContextParallelReturns(nn.Module):
         return cut(total_lengths, response_lengths, cp_size, multiple=self.config.multiple, padded_lengths=padded)
 
     def _refuse(self, where: _Groups, text: str, device: torch.device, *, after: int = 0) -> None:
-        """Tell every group that this call cannot go on, in the order in which a good call meets them; raises CPInputError."""
+        """Tell every group that this call cannot go on, in the order in which a good call meets them; raises
+        CPInputError.
+        """
         if self.config.agreement == "full":
             sizes = {"whiten": MESSAGE}
             steps = [
@@ -426,28 +303,24 @@ class ContextParallelReturns(nn.Module):
         return self._report(cp, where, batch, facts, told, returns, advantages, whitening)
 
     def _admit(self, cp: CPContext, packed: dict, full_mask: Tensor, samples: dict, numbers: dict) -> Batch:
-        config, used = self.config, self.config.defaults()
-        kl, rewards = packed["kl"], samples["rewards"]
-        problem = None
+        config = self.config
+        kl, rewards, problem = packed["kl"], samples["rewards"], None
         if config.kl is not None:
             kl, problem = _approx_kl(cp, packed, full_mask, config)
         if config.estimator == "remax" and rewards is not None and rewards.shape == samples["baselines"].shape:
             rewards = rewards - samples["baselines"]
-        tokens = {"kl": kl}
-        if "lam" in used:
-            tokens["values"] = packed["values"]
-        if "token_rewards" in packed and not (used.get("group_center") and "gamma" not in used):
-            tokens["token_rewards"] = packed["token_rewards"]
-        defaults = {"gamma": 1.0, "kl_coef": 0.0} | {
-            name: config[name] for name in ("gamma", "lam", "lam_value", "lam_alpha", "kl_coef")
-        }
-        all_numbers = {name: value for name, value in (defaults | numbers).items() if value is not None}
+        tokens = {"kl": kl, "values": packed["values"], "token_rewards": packed["token_rewards"]}
+        numbers = (
+            {"gamma": 1.0, "kl_coef": 0.0}
+            | {name: config[name] for name in _NUMBERS if config[name] is not None}
+            | numbers
+        )
         batch = admit(
             cp,
             full_mask,
             rewards,
-            tokens=tokens,
-            numbers={"gamma": 1.0, "kl_coef": 0.0} | all_numbers,
+            tokens={name: tokens[name] for name in _formula_inputs(config)},
+            numbers=numbers,
             samples={name: samples[name] for name in ("group_ids", "bootstrap")},
             sample_mask=samples["sample_mask"],
             unselected=("values",) if config["masked_values"] == "use" else (),
@@ -534,6 +407,13 @@ class ContextParallelReturns(nn.Module):
         sizes = cp.layout.lengths(cp.rank).tolist()
         lists = (list(torch.split(x, sizes)) for x in (returns, advantages, cp.take(batch.mask).clone()))
         return Returns(*lists, info)
+
+
+def _formula_inputs(config: ReturnsConfig) -> tuple[str, ...]:
+    """The per-token inputs of the estimator's formula, in its order."""
+    if config.estimator == "gae":
+        return ("kl", "values", "token_rewards")
+    return ("kl", "token_rewards") if config.estimator in ("reinforce_plus_plus", "remax") else ("kl",)
 
 
 def _is_zero(x: float | Tensor) -> bool:

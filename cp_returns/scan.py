@@ -2,10 +2,10 @@
 
     y_j = x_j + decay^tick_j * y_{j+1}          (y = 0 past a segment's end, or the value that enters there)
 
-Blocked: a segment is cut into blocks of 16 counted from its END and laid out as [16, blocks] float64, so one elementwise call
-serves one row of every block of every segment. 15 row steps scan all blocks; the block heads (1/16 of the tokens) are
-chained by doubling; the value that enters each block then runs through its 16 rows. Only elementwise IEEE multiplies and adds, never
-a matmul or a fused multiply-add: a segment's bits depend on nothing but its own tokens.
+Blocked: a segment is cut into blocks of 16 counted from its END and laid out as [16, blocks] float64, so one
+elementwise call serves one row of every block of every segment. 15 row steps scan all blocks; the block heads (1/16 of
+the tokens) are chained by doubling; the value that enters each block then runs through its 16 rows. Only elementwise
+IEEE multiplies and adds, never a matmul or a fused multiply-add: a segment's bits depend on nothing but its own tokens.
 
 The accumulation is float64 and is rounded once, at the end.
 """
@@ -36,9 +36,10 @@ def reverse_scan(
 ) -> Shaped[Tensor, " tokens"]:
     """y_j = x_j + decay^tick_j * y_next over the steps of each segment of a packed tensor.
 
-    x: any float or int dtype. decay: one float, or one per segment. step (bool, [tokens]): which tokens are steps of the process;
-    the others are passed over (their x is never used) and come out 0. tick (bool): where the decay applies between a step and the
-    next; default everywhere. Returns float32, or float64 for float64 x. Raises ValueError when shapes do not fit.
+    x: any float or int dtype. decay: one float, or one per segment. step (bool, [tokens]): which tokens are steps of
+    the process; the others are passed over (their x is never used) and come out 0. tick (bool): where the decay applies
+    between a step and the next; default everywhere. Returns float32, or float64 for float64 x. Raises ValueError when
+    shapes do not fit.
     """
     if x.dim() != 1 or sum(lengths) != len(x):
         raise ValueError(f"x has shape {list(x.shape)}; expected [{sum(lengths)}], the sum of lengths")
@@ -56,7 +57,7 @@ def result_dtype(*inputs: Tensor) -> torch.dtype:
 
 
 def as_bits(mask: Tensor) -> Int8[Tensor, " tokens"]:
-    """A 0/1 mask as int8 with all bits set where it holds: `select` by a bitwise and is blind to NaN and costs least."""
+    """A 0/1 mask as int8, all bits set where it holds: for `select`, which is blind to NaN and costs least."""
     return mask.bool().view(torch.int8).neg()
 
 
@@ -119,8 +120,8 @@ def begin(
 ) -> Scan:
     """Scan every segment with nothing entering at its end.
 
-    The recurrence's x is scale * x plus one `impulse` a segment: (offsets in the segment, float64 values), 0 where there is none.
-    `keep` selects the output; `keep` and `tick` are bits as `as_bits` makes them.
+    The recurrence's x is scale * x plus one `impulse` a segment: (offsets in the segment, float64 values), 0 where
+    there is none. `keep` selects the output; `keep` and `tick` are bits as `as_bits` makes them.
     """
     tiles = []
     heads = torch.zeros(len(lengths), dtype=torch.float64, device=x.device)
@@ -199,7 +200,8 @@ def _finish_tile(tile: Tile, entering: Tensor | None, dtype: torch.dtype) -> Ten
 def _values_below(rows: Tensor, gain, last: Tensor, group: Group, entering: Tensor | None = None) -> Tensor:
     """[blocks] the y past each block's end: the next block's head, or what enters the segment (default 0).
 
-    Chains the block heads by doubling, head_b += gain_b * head_{b+k}; gain_b *= gain_{b+k}, with gain 0 at a segment's end.
+    Chains the block heads by doubling, head_b += gain_b * head_{b+k}; gain_b *= gain_{b+k}, with gain 0 at a segment's
+    end.
     """
     n, longest = group.num_blocks, int(group.blocks.max())
     heads, gains, other = (rows.new_zeros(n + longest) for _ in range(3))

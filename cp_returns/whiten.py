@@ -50,15 +50,17 @@ def whiten(
 ) -> Shaped[Tensor, " local"]:
     """(x - mean) / sqrt(var + eps) over the valid tokens of every rank of `all_gather`, which should be DP x CP.
 
-    x, mask: this rank's packed tokens, also when it has none: every rank must call. The population is this call: with micro-batches,
-    call it once on all of them. mean and the centred second moment are float64, merged over ranks from (weight, mean, M2).
+    x, mask: this rank's packed tokens, also when it has none: every rank must call. The population is this call: with
+    micro-batches, call it once on all of them. mean and the centred second moment are float64, merged over ranks from
+    (weight, mean, M2).
 
-    ddof: 1 (slime, verl) or 0 (OpenRLHF, NeMo-RL). eps_mode: "add" (var + eps) or "clamp" (max(var, eps); OpenRLHF, NeMo-RL). center=False
-    only scales; scale=False only centres. shift_mean=False gives (x - mean) / sqrt(var + eps) + mean (slime, verl, TRL). weights: one a
-    token, with ddof 0; sequence weighting is `cp.spread(1 / valid counts)`.
+    ddof: 1 (slime, verl) or 0 (OpenRLHF, NeMo-RL). eps_mode: "add" (var + eps) or "clamp" (max(var, eps); OpenRLHF,
+    NeMo-RL). center=False only scales; scale=False only centres. shift_mean=False gives (x - mean) / sqrt(var + eps) +
+    mean (slime, verl, TRL). weights: one a token, with ddof 0; sequence weighting is `cp.spread(1 / valid counts)`.
 
-    Masked tokens give 0. Constant input, one token or none give 0, never NaN. NaN at a valid token stays visible. Returns float32 (float64
-    for float64 x). Raises CPInputError, on all ranks, for a mask that is not 0 or 1, shapes that differ, or options that differ.
+    Masked tokens give 0. Constant input, one token or none give 0, never NaN. NaN at a valid token stays visible.
+    Returns float32 (float64 for float64 x). Raises CPInputError, on all ranks, for a mask that is not 0 or 1, shapes
+    that differ, or options that differ.
     """
     chosen = options(ddof, eps, eps_mode, center, shift_mean, scale)
     facts = Facts(
@@ -78,7 +80,9 @@ def whiten(
 
 
 def moments(x: Tensor, bits: Tensor, weights: Tensor | None = None) -> Float64[Tensor, "3"]:
-    """(weight, mean, M2) of the valid tokens. Taken about one valid token, so a constant has M2 exactly 0 and an exact mean."""
+    """(weight, mean, M2) of the valid tokens. Taken about one valid token, so a constant has M2 exactly 0 and an exact
+    mean.
+    """
     valid = bits.bool()
     origin = torch.zeros((), dtype=torch.float64, device=x.device)
     if len(x):
@@ -92,7 +96,9 @@ def moments(x: Tensor, bits: Tensor, weights: Tensor | None = None) -> Float64[T
 
 
 def merge(messages: Float64[Tensor, "ranks 3"]) -> Float64[Tensor, "3"]:
-    """(weight, mean, M2) of all ranks (Chan et al.), about the mean of the heaviest rank: equal means merge to themselves."""
+    """(weight, mean, M2) of all ranks (Chan et al.), about the mean of the heaviest rank: equal means merge to
+    themselves.
+    """
     weight, mean, m2 = messages.unbind(1)
     total = weight.sum()
     origin = mean[weight.argmax()]
