@@ -39,7 +39,7 @@ def kl_rows(batch: Batch, kind: str = "k1", clamp: float | None = None, *, uncla
     def one(logp: float, ref: float) -> float:
         d = logp - ref
         x = -d if unclamped_exp else min(max(-d, -20.0), 20.0)
-        k = {"k1": d, "k2": d * d / 2, "k3": math.exp(x) - 1 - x}[kind]
+        k = {"k1": d, "k2": d * d / 2, "k3": math.exp(x) - 1 + d}[kind]
         return k if clamp is None else min(max(k, -clamp), clamp)
 
     return [

@@ -14,6 +14,8 @@ input's dtype once; nothing carries an autograd graph but `all_gather_with_cp` a
 which slime trains. At masked tokens they keep slime's own values.
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -25,10 +27,69 @@ from cp_returns.errors import CPInputError
 from cp_returns.estimators import gae
 from cp_returns.groups import context_parallel, data_and_context_parallel, device_of, given, rank_and_size
 from cp_returns.layout import Layout, zigzag
+from cp_returns.module import ContextParallelReturns, ReturnsConfig
 from cp_returns.scan import as_bits, reverse_scan
 from cp_returns.whiten import MESSAGE, apply, merge, moments
 
 Window = tuple[int, int]
+
+# --custom-advantage-function-path
+
+_KL = {"k1": ("k1", None), "k2": ("k2", None), "k3": ("k3", None), "low_var_kl": ("k3", 10.0)}
+_WITHOUT_KL = ("grpo", "gspo", "cispo")
+ESTIMATORS = ("reinforce_plus_plus", "reinforce_plus_plus_baseline", "ppo", *_WITHOUT_KL)
+
+
+def advantages(args: Any, rollout_data: dict[str, Any]) -> None:
+    """Set rollout_data["advantages"] and ["returns"], this rank's shards.
+
+    Reads slime's lists log_probs (rollout_log_probs with `use_rollout_logprobs`), ref_log_probs, values, rewards,
+    loss_masks, response_lengths, total_lengths, and of args advantage_estimator (grpo, gspo, cispo, ppo,
+    reinforce_plus_plus, reinforce_plus_plus_baseline), gamma, lambd, kl_coef, kl_loss_type, normalize_advantages.
+
+    The numbers are slime's where slime's are sound: rewards go to the last valid token, on whichever rank it is, the KL
+    of masked tokens does not count, and masked tokens come out 0. With `normalize_advantages` slime whitens what this
+    function sets. Then the mean over DP x CP is taken away here, which whitening does not notice, but slime's
+    single-pass variance no longer cancels: equal advantages end as 0, not NaN.
+
+    Raises CPInputError on all ranks, also for an unknown estimator or KL.
+    """
+    log_probs = rollout_data.get("rollout_log_probs" if getattr(args, "use_rollout_logprobs", False) else "log_probs")
+    with_kl = args.kl_coef != 0 and log_probs is not None and args.advantage_estimator not in _WITHOUT_KL
+    inputs = {key: rollout_data[key] for key in ("rewards", "loss_masks", "response_lengths", "total_lengths")}
+    if with_kl:
+        inputs |= {"log_probs": log_probs, "ref_log_probs": rollout_data.get("ref_log_probs") or []}
+    if args.advantage_estimator == "ppo":
+        inputs["values"] = rollout_data.get("values")
+    elif args.advantage_estimator != "reinforce_plus_plus":
+        inputs["group_ids"] = range(len(inputs["rewards"]))
+    out = ContextParallelReturns(_config(args, with_kl))(**inputs)
+    rollout_data["advantages"], rollout_data["returns"] = out.advantages, out.returns
+
+
+def _config(args: Any, with_kl: bool) -> ReturnsConfig:
+    name, kind = args.advantage_estimator, getattr(args, "kl_loss_type", "k1")
+    for what, value, known in (("advantage_estimator", name, ESTIMATORS), ("kl_loss_type", kind, _KL)):
+        if value not in known:
+            raise CPInputError(f"{what} is {value!r}; expected one of {', '.join(map(repr, known))}")
+    if name == "reinforce_plus_plus":
+        settings: dict[str, Any] = {"estimator": name, "gamma": args.gamma, "clock": "token"}
+    elif name == "ppo":
+        settings = {
+            "estimator": "gae",
+            "gamma": args.gamma,
+            "lam": args.lambd,
+            "clock": "token",
+            "masked_values": "use",
+        }
+    else:  # slime's controller has centred and scaled the rewards already: groups of one, which keep their reward
+        settings = {"estimator": "reinforce_plus_plus_baseline", "singleton": "raw"}
+    if with_kl:
+        settings |= {"kl_coef": args.kl_coef, "kl": _KL[kind][0], "kl_clamp": _KL[kind][1]}
+    if getattr(args, "normalize_advantages", False):
+        settings |= {"whiten": True, "whiten_scale": False}
+    return ReturnsConfig(**settings)
+
 
 # slime.utils.ppo_utils
 
@@ -50,18 +111,18 @@ def chunked_gae(
     """[B, T] advantages A_t = r_t + gamma * V_{t+1} - V_t + gamma * lambd * A_{t+1} with V_T = 0, and returns A + V."""
     rows, columns = _rectangle(rewards, values)
     deltas = _deltas(rewards, values, gamma).reshape(-1)
-    advantages = reverse_scan(deltas, [columns] * rows, gamma * lambd).view(rows, columns)
-    return advantages.to(rewards.dtype), (advantages + values).to(values.dtype)
+    a = reverse_scan(deltas, [columns] * rows, gamma * lambd).view(rows, columns)
+    return a.to(rewards.dtype), (a + values).to(values.dtype)
 
 
 @torch.no_grad()
 def vanilla_gae(rewards: Tensor, values: Tensor, gamma: float, lambd: float) -> tuple[Tensor, Tensor]:
     """`chunked_gae` as a loop over T: the serial one."""
     _rectangle(rewards, values)
-    advantages = _deltas(rewards, values, gamma)
+    a = _deltas(rewards, values, gamma)
     for t in range(rewards.shape[1] - 2, -1, -1):
-        advantages[:, t] += gamma * lambd * advantages[:, t + 1]
-    return advantages.to(rewards.dtype), (advantages + values).to(values.dtype)
+        a[:, t] += gamma * lambd * a[:, t + 1]
+    return a.to(rewards.dtype), (a + values).to(values.dtype)
 
 
 @torch.no_grad()
