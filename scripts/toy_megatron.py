@@ -1,20 +1,20 @@
 """A tiny real Megatron-core GPTModel on CPU over gloo, for the example and the tests: no file of Megatron is changed.
 
-Megatron-core refuses two things on a CPU: CUDA device names, and context parallelism without Transformer Engine. The first is
-answered by `cpu_shim`, the second by a core attention in plain torch. Importing Megatron takes seconds, so `run_ranks` imports
-it once, in a fork server, and forks the ranks from there.
+Megatron-core refuses two things on a CPU: CUDA device names, and context parallelism without Transformer Engine. The
+first is answered by `cpu_shim`, the second by a core attention in plain torch. Importing Megatron takes seconds, so
+`run_ranks` imports it once, in a fork server, and forks the ranks from there.
 """
 
-import functools
 import multiprocessing
 import os
 import pickle
 import socket
 import traceback
+from functools import lru_cache, partial
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
+from torch.nn.functional import scaled_dot_product_attention, silu
 from torch.overrides import TorchFunctionMode
 
 PRELOAD = [
@@ -28,10 +28,12 @@ PRELOAD = [
 ]
 
 
-# ---------------------------------------------------------------------------------------------------------------- the shim
+# ---- the shim
 
 
-class _CudaNamesMeanCpu(TorchFunctionMode):
+class CudaMeansCpu(TorchFunctionMode):
+    """Megatron runs within this; nothing else needs to, and each torch call costs some microseconds more."""
+
     def __torch_function__(self, func, types, args=(), kwargs=None):
         if func is torch.Tensor.cuda:
             return args[0]
@@ -50,27 +52,31 @@ class _CudaNamesMeanCpu(TorchFunctionMode):
 
 
 def cpu_shim() -> None:
-    """From here on, this process answers Megatron's requests for CUDA with the CPU."""
+    """From here on, this process answers Megatron's requests for the current CUDA device with the CPU."""
     torch.cuda.current_device = lambda: "cpu"
     torch.cuda.synchronize = lambda *args, **kwargs: None
     torch.cuda.get_rng_state = lambda *args, **kwargs: torch.get_rng_state()
     torch.cuda.manual_seed = torch.manual_seed
-    _CudaNamesMeanCpu().__enter__()
 
 
-# --------------------------------------------------------------------------------------------------------------- the ranks
+# ---- the ranks
 
 
-def run_ranks(fn, world_size: int, *args, timeout: float = 120.0) -> list:
+def run_ranks(fn, world_size: int, *args, heard=None, timeout: float = 120.0) -> list:
     """[fn(*args) on rank r for r in ranks], on forked gloo processes that share one import of Megatron.
 
-    Raises RuntimeError with the first rank's traceback, or when the ranks take longer than `timeout` seconds.
+    With `heard` the ranks call fn(say, *args), and what a rank says is heard here while it runs.
+
+    Raises RuntimeError with the first rank's traceback, or when no rank sends anything for `timeout` seconds.
     """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOAD)
     queue = context.SimpleQueue()
     port = _free_port()
-    ranks = [context.Process(target=_rank, args=(fn, r, world_size, port, queue, args)) for r in range(world_size)]
+    ranks = [
+        context.Process(target=_rank, args=(fn, r, world_size, port, queue, args, heard is not None))
+        for r in range(world_size)
+    ]
     for process in ranks:
         process.start()
     results: dict[int, object] = {}
@@ -80,10 +86,13 @@ def run_ranks(fn, world_size: int, *args, timeout: float = 120.0) -> list:
                 raise RuntimeError(
                     f"ranks {sorted(set(range(world_size)) - set(results))} sent nothing for {timeout:g} s"
                 )
-            rank, value, error = queue.get()
-            if error:
-                raise RuntimeError(f"rank {rank} failed:\n{error}")
-            results[rank] = pickle.loads(value)
+            kind, rank, value = queue.get()
+            if kind == "error":
+                raise RuntimeError(f"rank {rank} failed:\n{value}")
+            if kind == "said":
+                heard(pickle.loads(value))
+            else:
+                results[rank] = pickle.loads(value)
     finally:
         for process in ranks:
             if len(results) < world_size:
@@ -92,18 +101,20 @@ def run_ranks(fn, world_size: int, *args, timeout: float = 120.0) -> list:
     return [results[r] for r in range(world_size)]
 
 
-def _rank(fn, rank: int, world_size: int, port: int, queue, args) -> None:
+def _rank(fn, rank: int, world_size: int, port: int, queue, args, talks: bool) -> None:
     torch.set_num_threads(1)
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    # By value: torch would share memory that ends with this process.
+    send = lambda kind, value: queue.put((kind, rank, pickle.dumps(value) if kind != "error" else value))
     try:
         dist.init_process_group("gloo", rank=rank, world_size=world_size)
         cpu_shim()
-        value = fn(*args)
+        value = fn(partial(send, "said"), *args) if talks else fn(*args)
         dist.barrier()
-        queue.put((rank, pickle.dumps(value), None))  # by value: torch would share memory that dies with this process
+        send("result", value)
         dist.destroy_process_group()
     except BaseException:
-        queue.put((rank, None, traceback.format_exc()))
+        send("error", traceback.format_exc())
 
 
 def _free_port() -> int:
@@ -112,7 +123,7 @@ def _free_port() -> int:
         return s.getsockname()[1]
 
 
-# --------------------------------------------------------------------------------------------------------------- attention
+# ---- attention
 
 
 def stream_positions(padded_lengths, cp_size: int, rank: int) -> torch.Tensor:
@@ -166,7 +177,7 @@ class GatheredAttention(torch.nn.Module):
             kv = _Gather.apply(torch.cat([k, v], dim=-1), group).index_select(0, order)
             k, v = kv.split([k.shape[-1], v.shape[-1]], dim=-1)
         q, k, v = (x.permute(1, 2, 0, 3) for x in (q, k, v))
-        out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=self.scale)
+        out = scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=self.scale)
         out = out.permute(2, 0, 1, 3).flatten(2)
         return out.squeeze(1) if packed else out
 
@@ -187,7 +198,7 @@ def _padded_lengths(packed_seq_params) -> tuple[int, ...]:
     return tuple(cu.diff().tolist())
 
 
-@functools.lru_cache(maxsize=64)
+@lru_cache(maxsize=64)
 def _order_and_mask(lengths: tuple[int, ...], cp_size: int, rank: int):
     order = torch.cat([stream_positions(lengths, cp_size, r) for r in range(cp_size)]).argsort()
     position, stream = stream_positions(lengths, cp_size, rank), torch.arange(sum(lengths))
@@ -196,7 +207,7 @@ def _order_and_mask(lengths: tuple[int, ...], cp_size: int, rank: int):
     return order, mask
 
 
-# -------------------------------------------------------------------------------------------------------------- the model
+# ---- the model
 
 
 def init_groups(cp: int, dp: int = 1, tp: int = 1) -> None:
@@ -209,12 +220,22 @@ def init_groups(cp: int, dp: int = 1, tp: int = 1) -> None:
 
 
 def build_model(
-    *, vocab: int, max_length: int, rope=True, hidden=32, layers=2, heads=4, seed=1, value_head=False, per_token=True
+    *,
+    vocab: int,
+    max_length: int,
+    rope=True,
+    hidden=32,
+    layers=2,
+    heads=4,
+    seed=1,
+    init_std=0.1,
+    value_head=False,
+    per_token=True,
 ):
     """GPTModel of this rank in the default dtype: (config, model).
 
-    With `value_head` a linear layer on the decoder's output (hidden states [s, b, h]) is registered, and each forward leaves
-    its values [b, s] in `model.values`.
+    With `value_head` a linear layer on the decoder's output is registered, and each forward leaves its values [b, s]
+    in `model.values`.
     """
     from megatron.core import parallel_state
     from megatron.core.models.gpt import GPTModel
@@ -227,6 +248,7 @@ def build_model(
         hidden_size=hidden,
         num_attention_heads=heads,
         ffn_hidden_size=4 * hidden,
+        init_method_std=init_std,
         tensor_model_parallel_size=parallel_state.get_tensor_model_parallel_world_size(),
         context_parallel_size=parallel_state.get_context_parallel_world_size(),
         use_cpu_initialization=True,
@@ -237,7 +259,7 @@ def build_model(
         add_bias_linear=False,
         normalization="RMSNorm",
         gated_linear_unit=True,
-        activation_func=F.silu,
+        activation_func=silu,
         bias_activation_fusion=False,
         bias_dropout_fusion=False,
         masked_softmax_fusion=False,
@@ -277,12 +299,13 @@ def build_trainer(config, model, *, lr=5e-3, clip_grad=1.0, eps=1e-5):
     ddp_config = DistributedDataParallelConfig(
         grad_reduce_in_fp32=dtype is not torch.float64, use_distributed_optimizer=False
     )
-    ddp = DistributedDataParallel(config=config, ddp_config=ddp_config, module=model)
-    ddp.broadcast_params()
     optimizer_config = OptimizerConfig(
         optimizer="adam", lr=lr, min_lr=lr, weight_decay=0.0, adam_eps=eps, clip_grad=clip_grad, params_dtype=dtype
     )
-    optimizer = get_megatron_optimizer(optimizer_config, [ddp])
+    with CudaMeansCpu():
+        ddp = DistributedDataParallel(config=config, ddp_config=ddp_config, module=model)
+        ddp.broadcast_params()
+        optimizer = get_megatron_optimizer(optimizer_config, [ddp])
     config.finalize_model_grads_func = finalize_model_grads
     config.grad_scale_func = optimizer.scale_loss
     return ddp, optimizer
