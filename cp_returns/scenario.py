@@ -28,11 +28,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cp_returns import collectives, reference, simulate
-from cp_returns.context import CPContext, carry, gather
-from cp_returns.estimators import reinforce_plus_plus
+from cp_returns import reference, simulate
+from cp_returns.config import ReturnsConfig
 from cp_returns.kl import approx_kl
 from cp_returns.layout import Layout, contiguous, contiguous_pack, zigzag
+from cp_returns.module import ContextParallelReturns
 from cp_returns.rollouts import Rollouts, shards, whole
 
 Tick = Callable[[str, int, int], None]
@@ -164,13 +164,13 @@ def run(
         CPInputError: lengths that the layout cannot hold.
     """
     layout = settings.layout_of(batch, cp_size)
-    megatron = importlib.util.find_spec("megatron") is not None
     one = settings.layout_of(batch, 1)
-    alone = _measured(settings, batch, one, 0, collectives.alone, "gather")
+    alone = _measured(settings, batch, one, 0, "gather")
 
     def rank_fn(rank, all_gather):
-        return {name: _measured(settings, batch, layout, rank, all_gather, name) for name in CHOICES["strategy"]}
+        return {name: _measured(settings, batch, layout, rank, name, all_gather) for name in CHOICES["strategy"]}
 
+    megatron = _has_megatron()
     of_ranks = simulate.run(
         rank_fn, cp_size, megatron=megatron, timeout=timeout, tick=lambda done: tick("ranks", done, cp_size)
     )
@@ -196,48 +196,62 @@ class _Measured:
     milliseconds: float
 
 
-def _measured(settings: Scenario, batch: Rollouts, layout: Layout, rank: int, all_gather, strategy: str) -> _Measured:
-    sent: list[int] = []
-
-    def counted(x: Tensor) -> Tensor:
-        sent.append(x.numel() * x.element_size())
-        return all_gather(x)
-
-    own, ref, kl = (shards(x, layout, rank) if x else None for x in (batch.log_probs, batch.ref_log_probs, batch.kl))
-    mask, full_mask = torch.cat(shards(batch.loss_masks, layout, rank)), torch.cat(batch.loss_masks)
-    cp = CPContext(layout, rank, counted, {"gather": gather, "carry": carry}[strategy])
-    times = []
+def _measured(settings: Scenario, batch: Rollouts, layout: Layout, rank: int, strategy: str, peers=None) -> _Measured:
+    """`peers` is the all-gather of a rank; without Megatron it is the group, too. None: one rank."""
+    config = ReturnsConfig(
+        gamma=settings.gamma,
+        clock=settings.clock,
+        kl_coef=settings.kl_coef,
+        kl=None if batch.log_probs is None else settings.kl,
+        layout=settings.layout,
+        multiple=settings.multiple,
+        strategy=strategy,
+    )
+    returns_fn = ContextParallelReturns(config, cp_group=None if _has_megatron() else peers)
+    names = ("log_probs", "ref_log_probs", "kl", "token_rewards")
+    own = {name: shards(full, layout, rank) for name in names if (full := getattr(batch, name)) is not None}
+    times, out = [], None
     for _ in range(CALLS + 1):
-        all_gather(torch.zeros(1))  # start together
-        sent.clear()
+        if peers is not None:
+            peers(torch.zeros(1))  # start together
         start = time.perf_counter()
-        k = torch.cat(kl) if kl else approx_kl(torch.cat(own), torch.cat(ref), mask, kind=settings.kl)
-        G = reinforce_plus_plus(
-            k,
-            torch.tensor(batch.rewards),
-            full_mask,
-            cp=cp,
-            gamma=settings.gamma,
-            kl_coef=settings.kl_coef,
-            clock=settings.clock,
+        out = returns_fn(
+            **own,
+            rewards=batch.rewards,
+            loss_masks=batch.loss_masks,
+            response_lengths=batch.response_lengths,
+            total_lengths=batch.total_lengths,
+            stream_length=layout.grid_length * layout.cp_size if settings.layout == "contiguous_pack" else None,
         )
         times.append(1e3 * (time.perf_counter() - start))
-    return _Measured(list(G.split(layout.lengths(rank).tolist())), sum(sent), len(sent), statistics.median(times[1:]))
+    assert out is not None
+    return _Measured(out.returns, out.info.bytes_sent, out.info.collectives, statistics.median(times[1:]))
+
+
+def _has_megatron() -> bool:
+    return importlib.util.find_spec("megatron") is not None
+
+
+def _whole_kl(settings: Scenario, batch: Rollouts, i: int) -> Tensor:
+    """The KL of a whole response in float32, as the module computes it; masked slots may hold anything."""
+    if batch.log_probs is None or batch.ref_log_probs is None:
+        return batch.kl[i] if batch.kl else torch.zeros(batch.response_lengths[i])
+    return approx_kl(batch.log_probs[i], batch.ref_log_probs[i], batch.loss_masks[i], kind=settings.kl)
 
 
 def _oracle(settings: Scenario, batch: Rollouts, tick: Tick) -> list[list[float]]:
     """The float64 loop on every whole response, with the KL as it is computed in float32."""
     oracle = []
     for i, mask in enumerate(batch.loss_masks):
-        k = batch.kl[i] if batch.kl else approx_kl(batch.log_probs[i], batch.ref_log_probs[i], mask, kind=settings.kl)
         oracle.append(
             reference.reinforce_plus_plus(
-                k.tolist(),
+                _whole_kl(settings, batch, i).tolist(),
                 batch.rewards[i],
                 mask.tolist(),
                 gamma=settings.gamma,
                 kl_coef=settings.kl_coef,
                 clock=settings.clock,
+                token_rewards=batch.token_rewards[i].tolist() if batch.token_rewards else None,
             )
         )
         tick("float64 oracle", i + 1, batch.num_samples)

@@ -96,23 +96,43 @@ def _blame(error: BaseException | None) -> int:
 
 
 @dataclass(frozen=True)
-class RankGather:
-    """The `all_gather` of one simulated rank; also what `ContextParallelReturns` wants to know of the groups.
+class Peers:
+    """The all-gather over some of the ranks; `rank` and `size` count among them, as `ContextParallelReturns` asks.
 
-    `cp_group` and `dp_cp_group` are process groups, None in threads.
+    Before each call `note(name, message)` is told, for the report of a hang.
     """
 
-    everyone: AllGather = field(repr=False)
-    cp: AllGather = field(repr=False)
-    dp: AllGather = field(repr=False)
+    gather: AllGather = field(repr=False)
+    name: str
     rank: int
     size: int
-    cp_rank: int
-    cp_size: int
-    dp_rank: int
-    dp_size: int
+    note: Callable[[str, torch.Tensor], None] = field(repr=False)
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        self.note(self.name, x)
+        return self.gather(x)
+
+
+@dataclass(frozen=True)
+class RankGather:
+    """The `all_gather` of one simulated rank over all ranks, with `cp` and `dp`, those of its two groups.
+
+    Each can be given to `ContextParallelReturns` as a group: `cp_group=all_gather.cp, dp_cp_group=all_gather`. Its own
+    `cp_group` and `dp_cp_group` are the process groups themselves, None in threads.
+    """
+
+    everyone: Peers
+    cp: Peers
+    dp: Peers
     cp_group: Any = None
     dp_cp_group: Any = None
+
+    rank = property(lambda self: self.everyone.rank)
+    size = property(lambda self: self.everyone.size)
+    cp_rank = property(lambda self: self.cp.rank)
+    cp_size = property(lambda self: self.cp.size)
+    dp_rank = property(lambda self: self.dp.rank)
+    dp_size = property(lambda self: self.dp.size)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         return self.everyone(x)
@@ -127,32 +147,20 @@ def group_ranks(n: int, cp_size: int) -> tuple[list[list[int]], list[list[int]]]
     return cp, dp
 
 
-def _rank_gather(rank: int, n: int, cp_size: int, gathers: Sequence[AllGather], groups=(None, None)) -> RankGather:
-    return RankGather(
-        *gathers,
-        rank=rank,
-        size=n,
-        cp_rank=rank % cp_size,
-        cp_size=cp_size,
-        dp_rank=rank // cp_size,
-        dp_size=n // cp_size,
-        cp_group=groups[0],
-        dp_cp_group=groups[1],
-    )
-
-
-def _noted(gathers: Sequence[AllGather], note: Callable[[int, str], None]) -> list[AllGather]:
-    """The gathers over all ranks, CP and DP, each leaving a note of the call it makes, for the report of a hang."""
+def _rank_gather(rank: int, n: int, cp_size: int, gathers, note: Callable[[int, str], None], groups=()) -> RankGather:
+    """From the all-gathers over all ranks, CP and DP; `note(number of the call, text)` hears of every call."""
     calls = itertools.count(1)
 
-    def noted(gather: AllGather, name: str) -> AllGather:
-        def call(x: torch.Tensor) -> torch.Tensor:
-            note(next(calls), f"all_gather over {name}, {str(x.dtype).removeprefix('torch.')} {list(x.shape)}")
-            return gather(x)
+    def noted(name: str, x: torch.Tensor) -> None:
+        note(next(calls), f"all_gather over {name}, {str(x.dtype).removeprefix('torch.')} {list(x.shape)}")
 
-        return call
-
-    return [noted(gather, name) for gather, name in zip(gathers, ("all ranks", "CP", "DP"), strict=True)]
+    everyone, cp, dp = gathers
+    return RankGather(
+        Peers(everyone, "all ranks", rank, n, noted),
+        Peers(cp, "CP", rank % cp_size, cp_size, noted),
+        Peers(dp, "DP", rank // cp_size, n // cp_size, noted),
+        *groups,
+    )
 
 
 # In threads
@@ -217,11 +225,10 @@ def in_threads(
 
     def run(rank: int) -> None:
         meetings = everyone, cp_meetings[rank // cp_size], dp_meetings[rank % cp_size]
-        gathers = _noted(
-            [lambda x, m=m: m.gather(rank, x) for m in meetings], lambda *note: notes.__setitem__(rank, note)
-        )
+        gathers = [lambda x, m=m: m.gather(rank, x) for m in meetings]
+        peers = _rank_gather(rank, n, cp_size, gathers, lambda *note: notes.__setitem__(rank, note))
         try:
-            value = fn(rank, _rank_gather(rank, n, cp_size, gathers))
+            value = fn(rank, peers)
             outcomes[rank] = Outcome(rank, value, None, "", *notes[rank])
         except BaseException as error:
             where = "".join(traceback.format_tb(error.__traceback__))
@@ -352,8 +359,7 @@ def _join(rank, n, cp_size, megatron, timeout, store, note=lambda *text: None) -
         groups = [everyone, mpu.get_context_parallel_group(), mpu.get_data_parallel_group()]
     else:
         groups = [dist.group.WORLD, *(_mine(rank, of_kind, limit) for of_kind in group_ranks(n, cp_size))]
-    gathers = _noted([over(group) for group in groups], note)
-    return _rank_gather(rank, n, cp_size, gathers, (groups[1], groups[0]))
+    return _rank_gather(rank, n, cp_size, [over(group) for group in groups], note, (groups[1], groups[0]))
 
 
 def _parallel_state() -> Any:
