@@ -20,8 +20,9 @@ from jaxtyping import Float64, Int8, Shaped
 from torch import Tensor
 
 BLOCK = 16
-TILE = 16384  # blocks; 2 MiB of float64 rows stay in cache while they are worked on
+TILE = 8192  # blocks: 1 MiB of float64 rows stays in cache while it is worked on
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+Array = Any  # a numpy array on the host, a tensor on a GPU: see `native`
 _ONE = 0x3FF0000000000000  # the bits of 1.0
 PerSegment = float | Float64[Tensor, " segments"]
 
@@ -48,7 +49,7 @@ def reverse_scan(
     if tick is not None and keep is not None:
         ticks = ticks & keep
     x = select(x.detach(), keep)
-    return finish(begin(x, lengths, decay, keep=keep, tick=ticks), dtype=result_dtype(x))
+    return scan(x, lengths, decay, keep=keep, tick=ticks, dtype=result_dtype(x))
 
 
 def result_dtype(*inputs: Tensor) -> torch.dtype:
@@ -78,33 +79,30 @@ class Group:
     lengths: np.ndarray
     pads: np.ndarray  # zeros in front of a segment, so that its blocks are full
     blocks: np.ndarray  # blocks of each segment
-    first: np.ndarray  # the first block of each segment
-
-    @property
-    def num_blocks(self) -> int:
-        return int(self.blocks.sum())
+    some: np.ndarray  # the segments that have blocks, counted in the group
+    first: np.ndarray  # their first block
+    last: np.ndarray  # their last block
+    num_blocks: int
+    continues: bool  # part of one long segment, which goes on in the next group
 
 
 @dataclass(frozen=True)
 class Tile:
-    """One group after its local scan: rows [16, blocks] and what finishing needs."""
+    """One group after its local scan: rows [16, blocks] and what finishing needs, as `native` arrays."""
 
     group: Group
-    some: Tensor  # the segments that have tokens, counted in the group
-    first: Tensor  # their first block
-    last: Tensor  # their last block
-    rows: Float64[Tensor, "16 blocks"]
+    rows: Array
     decay: Any  # a float, [blocks], or [16, blocks] with ticks
     gain: Any  # of a whole block: a float or [blocks]
-    below: Float64[Tensor, " blocks"]  # the y past each block's end, with nothing entering the segment
-    keep: Tensor | None  # staged bits
+    below: Array  # [blocks] the y past each block's end, with nothing entering the segment
+    keep: Array | None  # staged bits
 
 
 @dataclass(frozen=True)
 class Scan:
     """A local scan: the first y of each segment is known, the tokens wait for what enters at the segments' ends."""
 
-    tiles: list[Tile]
+    tiles: list[Tile]  # from the last group to the first
     heads: Float64[Tensor, " segments"]
 
 
@@ -123,182 +121,261 @@ def begin(
     The recurrence's x is scale * x plus one `impulse` a segment: (offsets in the segment, float64 values), 0 where
     there is none. `keep` selects the output; `keep` and `tick` are bits as `as_bits` makes them.
     """
-    tiles = []
     heads = torch.zeros(len(lengths), dtype=torch.float64, device=x.device)
-    for group in plan(lengths, one=x.is_cuda):
-        if group.num_blocks:
-            tile = _scan_tile(x, group, decay, scale, impulse, keep, tick)
-            tiles.append(tile)
-            heads[group.segments] = _first_values(tile)
+    tiles = list(_scan_tiles(x, lengths, decay, scale, impulse, keep, tick, heads))
     return Scan(tiles, heads)
 
 
 def finish(scan: Scan, entering: Float64[Tensor, " segments"] | None = None, *, dtype: torch.dtype) -> Tensor:
     """All y, with `entering` (default 0) as the y past each segment's end; rounded to dtype once. Uses the scan up."""
-    parts = [_finish_tile(tile, entering, dtype) for tile in scan.tiles]
-    if not parts:
-        return torch.zeros(0, dtype=dtype, device=scan.heads.device)
-    return parts[0] if len(parts) == 1 else torch.cat(parts)
+    out = torch.empty(scan.tiles[0].group.tokens.stop if scan.tiles else 0, dtype=dtype, device=scan.heads.device)
+    head = None
+    for tile in scan.tiles:
+        group = tile.group
+        if entering is not None:
+            arrives = head if group.continues else native(entering)[group.segments][_like(group.some, tile.rows)]
+            tile.below[...] = _values_below(tile.rows, tile.gain, group, arrives)
+        _finish_tile(tile, out)
+        head = tile.rows[int(group.pads[0]), :1]
+    return out
+
+
+def scan(
+    x: Shaped[Tensor, " tokens"],
+    lengths: Sequence[int],
+    decay: PerSegment,
+    *,
+    scale: PerSegment = 1.0,
+    impulse: tuple[Tensor, Tensor] | None = None,
+    keep: Int8[Tensor, " tokens"] | None = None,
+    tick: Int8[Tensor, " tokens"] | None = None,
+    dtype: torch.dtype,
+) -> Tensor:
+    """finish(begin(..)), tile by tile: each stays in cache, and no more than one is in memory."""
+    out = torch.empty(sum(lengths), dtype=dtype, device=x.device)
+    for tile in _scan_tiles(x, lengths, decay, scale, impulse, keep, tick, heads=None):
+        _finish_tile(tile, out)
+    return out
 
 
 def plan(lengths: Sequence[int], *, one: bool = False) -> Iterator[Group]:
-    """Groups of neighbouring segments of at most TILE blocks or one segment (`one`: all in one, as a GPU wants it)."""
+    """Groups of neighbouring segments of at most TILE blocks, last group first (`one`: all in one, as a GPU wants it).
+
+    A longer segment is a group of its own, or several, cut from its end.
+    """
     size = np.asarray(lengths, dtype=np.int64)
     blocks = -(-size // BLOCK)
-    pads = blocks * BLOCK - size
     ends, block_ends = np.cumsum(size), np.cumsum(blocks)
-    start = 0
-    while start < len(size):
-        before = block_ends[start] - blocks[start]
-        stop = len(size) if one else max(start + 1, int(np.searchsorted(block_ends, before + TILE, side="right")))
+    stop = len(size)
+    while stop > 0:
+        before = block_ends[stop - 1] - TILE
+        start = 0 if one else min(stop - 1, int(np.searchsorted(block_ends - blocks, before)))
         part = slice(start, stop)
-        tokens = slice(int(ends[start] - size[start]), int(ends[stop - 1]))
-        yield Group(tokens, part, size[part], pads[part], blocks[part], block_ends[part] - blocks[part] - before)
-        start = stop
+        begin_ = int(ends[start] - size[start])
+        if stop - start > 1 or one or blocks[start] <= TILE:
+            if blocks[part].any():
+                yield _group(slice(begin_, int(ends[stop - 1])), part, size[part], continues=False)
+        else:
+            step = TILE * BLOCK
+            for end in range(int(ends[start]), begin_, -step):
+                tokens = slice(max(begin_, end - step), end)
+                yield _group(tokens, part, np.array([tokens.stop - tokens.start]), continues=end < ends[start])
+        stop = start
 
 
-def _scan_tile(x: Tensor, group: Group, decay, scale, impulse, keep: Tensor | None, tick: Tensor | None) -> Tile:
-    some = np.flatnonzero(group.blocks)
-    first, last = group.first[some], (group.first + group.blocks - 1)[some]
-    keep = None if keep is None else _stage(keep, group)
-    rows = torch.empty(BLOCK, group.num_blocks, dtype=torch.float64, device=x.device)
-    rows.copy_(_stage(x, group).view(-1, BLOCK).t())
+def _group(tokens: slice, segments: slice, lengths: np.ndarray, *, continues: bool) -> Group:
+    blocks = -(-lengths // BLOCK)
+    some = np.flatnonzero(blocks)
+    ends = np.cumsum(blocks)
+    first, last = (ends - blocks)[some], (ends - 1)[some]
+    pads = blocks * BLOCK - lengths
+    return Group(tokens, segments, lengths, pads, blocks, some, first, last, int(ends[-1]), bool(continues))
+
+
+def _scan_tiles(x: Tensor, lengths, decay, scale, impulse, keep, tick, heads: Tensor | None) -> Iterator[Tile]:
+    """Each group's tile, last first; fills the heads of the segments if these are wanted."""
+    if x.dtype in (torch.bfloat16, torch.bool):  # numpy has no bfloat16
+        x = x.float()
+    starts = np.cumsum(np.asarray(lengths, dtype=np.int64)) - lengths
+    head = None
+    for group in plan(lengths, one=x.is_cuda):
+        tile = _scan_tile(native(x), group, starts, decay, scale, impulse, keep, tick, head)
+        if heads is not None or group.tokens.start > starts[group.segments.start]:
+            first = _first_values(tile)
+            head = first[:1]
+            if heads is not None:
+                native(heads)[group.segments][_like(group.some, first)] = first
+        yield tile
+
+
+def native(x: Tensor) -> Array:
+    """numpy's view of a host tensor, the tensor itself on a GPU.
+
+    The scan is written in what both libraries share: on the host numpy's calls cost a third of torch's.
+    """
+    return x if x.is_cuda else x.numpy()
+
+
+def _library(x: Array):
+    return np if isinstance(x, np.ndarray) else torch
+
+
+def _scan_tile(x: Array, group: Group, starts, decay, scale, impulse, keep, tick, head: Array | None) -> Tile:
+    lib = _library(x)
+    rows = native(torch.empty(BLOCK, group.num_blocks, dtype=torch.float64, device=getattr(x, "device", None)))
+    rows[...] = _stage(x, group).reshape(-1, BLOCK).T
     if isinstance(scale, Tensor) or scale != 1.0:
-        rows.mul_(_per_block(scale, group))
+        rows *= _per_block(scale, group)
     if impulse is not None:
-        offsets, values = (part[group.segments][_to(some, x)] for part in impulse)
-        position = offsets + _to((group.first * BLOCK + group.pads)[some], x)
-        rows.view(-1).index_add_(0, position % BLOCK * group.num_blocks + position // BLOCK, values)
+        _add_impulses(rows, group, starts, *impulse)
     decay = _per_block(decay, group)
     if tick is not None:
-        decay = _decays(decay, _stage(tick, group))
-    for columns in _column_tiles(rows):
-        row = rows[:, columns].unbind(0)
-        carry = torch.empty_like(row[0])
-        for r in range(BLOCK - 2, -1, -1):
-            torch.mul(row[r + 1], _row(decay, r, columns), out=carry)
-            row[r].add_(carry)
+        decay = _decays(decay, _stage(native(tick), group))
+    carry = lib.empty_like(rows[0])
+    for r in range(BLOCK - 2, -1, -1):
+        lib.multiply(rows[r + 1], _row(decay, r), out=carry)
+        rows[r] += carry
     gain = _block_gain(decay)
-    at = [_to(index, x) for index in (some, first, last)]
-    return Tile(group, *at, rows, decay, gain, _values_below(rows, gain, at[2], group), keep)
+    below = _values_below(rows, gain, group, head if group.continues else None)
+    return Tile(group, rows, decay, gain, below, None if keep is None else _stage(native(keep), group))
 
 
-def _finish_tile(tile: Tile, entering: Tensor | None, dtype: torch.dtype) -> Tensor:
-    below = tile.below
-    if entering is not None:
-        below = _values_below(tile.rows, tile.gain, tile.last, tile.group, entering[tile.group.segments][tile.some])
-    out = torch.empty(tile.group.num_blocks, BLOCK, dtype=dtype, device=tile.rows.device)
-    for columns in _column_tiles(tile.rows):
-        carry = below[columns]
-        for r, row in reversed(list(enumerate(tile.rows[:, columns].unbind(0)))):
-            carry.mul_(_row(tile.decay, r, columns))
-            row.add_(carry)
-            out[columns, r].copy_(row)
-    return _unstage(select(out.view(-1), tile.keep), tile.group)
+def _add_impulses(rows: Array, group: Group, starts: np.ndarray, offsets: Tensor, values: Tensor) -> None:
+    """Add one value a segment at an offset; of a segment in several groups, in the one that holds the place."""
+    offset, value = (native(part)[group.segments][_like(group.some, rows)] for part in (offsets, values))
+    if len(group.some) == 1 and not isinstance(rows, Tensor):
+        offset = offset - (group.tokens.start - starts[group.segments.start + group.some[0]])
+        here = (offset >= 0) & (offset < group.lengths[group.some])
+        offset, value = np.where(here, offset, 0), np.where(here, value, 0.0)
+    position = offset + _like(group.first * BLOCK + group.pads[group.some], rows)
+    rows[position % BLOCK, position // BLOCK] += value  # one a segment: no position twice
 
 
-def _values_below(rows: Tensor, gain, last: Tensor, group: Group, entering: Tensor | None = None) -> Tensor:
+def _finish_tile(tile: Tile, out: Tensor) -> None:
+    """Let what lies below each block run through its rows; write the tokens to their place in the pack."""
+    group, rows, carry = tile.group, tile.rows, tile.below
+    staged = torch.empty(group.num_blocks, BLOCK, dtype=out.dtype, device=out.device)
+    to = native(staged)
+    for r in range(BLOCK - 1, -1, -1):
+        carry *= _row(tile.decay, r)
+        rows[r] += carry
+        to[:, r] = rows[r]
+    staged = staged.view(-1)
+    if tile.keep is not None:
+        staged = select(staged, tile.keep if isinstance(tile.keep, Tensor) else torch.from_numpy(tile.keep))
+    _unstage(staged, group, out)
+
+
+def _values_below(rows: Array, gain, group: Group, entering: Array | None) -> Array:
     """[blocks] the y past each block's end: the next block's head, or what enters the segment (default 0).
 
     Chains the block heads by doubling, head_b += gain_b * head_{b+k}; gain_b *= gain_{b+k}, with gain 0 at a segment's
     end.
     """
-    n, longest = group.num_blocks, int(group.blocks.max())
-    heads, gains, other = (rows.new_zeros(n + longest) for _ in range(3))
-    torch.add(
-        rows[0], 0.0, out=heads[:n]
-    )  # -0.0 becomes 0.0: its sign must not depend on how often mates make us double
+    lib, n, longest = _library(rows), group.num_blocks, int(group.blocks.max())
+    last = _like(group.last, rows)
+    device = getattr(rows, "device", None)
+    heads, gains, other = (native(torch.zeros(n + longest, dtype=torch.float64, device=device)) for _ in range(3))
+    lib.add(rows[0], 0.0, out=heads[:n])  # -0.0 becomes 0.0: its sign must not depend on how often mates make us double
     gains[:n] = gain
     if entering is not None:
-        heads.index_add_(0, last, gains[last] * entering)
-    gains.index_fill_(0, last, 0.0)
-    product = rows.new_empty(n)
+        heads[last] += gains[last] * entering
+    gains[last] = 0.0
+    product = lib.empty_like(rows[0])
     reach = 1
     while reach < longest:
-        torch.mul(gains[:n], heads[reach : reach + n], out=product)
-        torch.mul(gains[:n], gains[reach : reach + n], out=other[:n])
-        heads[:n].add_(product)
+        lib.multiply(gains[:n], heads[reach : reach + n], out=product)
+        lib.multiply(gains[:n], gains[reach : reach + n], out=other[:n])
+        heads[:n] += product
         gains, other = other, gains
         reach *= 2
     below = heads[1 : n + 1]
-    return below.index_fill_(0, last, 0.0) if entering is None else below.index_copy_(0, last, entering)
+    below[last] = 0.0 if entering is None else entering
+    return below
 
 
-def _first_values(tile: Tile) -> Float64[Tensor, " segments"]:
-    """The y of each segment's first token, 0 for an empty segment."""
-    value = tile.rows.new_zeros(len(tile.group.lengths))
-    below = tile.below[tile.first]
-    if isinstance(tile.decay, Tensor) and tile.decay.dim() == 2:  # front pads do not tick: row 0 is the first token's y
-        value[tile.some] = tile.rows[0, tile.first] + tile.gain[tile.first] * below
-        return value
-    pads = _to(tile.group.pads, tile.rows)[tile.some]
-    decay = tile.decay[tile.first] if isinstance(tile.decay, Tensor) else torch.full_like(below, tile.decay)
-    powers = torch.cumprod(decay.expand(BLOCK, -1), dim=0)  # decay^1 .. decay^16
-    value[tile.some] = (
-        tile.rows[pads, tile.first] + powers[BLOCK - 1 - pads, torch.arange(len(pads), device=pads.device)] * below
-    )
-    return value
+def _first_values(tile: Tile) -> Array:
+    """The y of the first token of each segment that has some."""
+    first, below = _like(tile.group.first, tile.rows), tile.below
+    if getattr(tile.decay, "ndim", 0) == 2:  # front pads do not tick: row 0 holds the first token's y
+        return tile.rows[0][first] + tile.gain[first] * below[first]
+    pads = tile.group.pads[tile.group.some]
+    decay = tile.decay if isinstance(tile.decay, float) else tile.decay[first]
+    powers = [decay]
+    for _ in range(BLOCK - 1):
+        powers.append(powers[-1] * decay)
+    if isinstance(decay, float):
+        gain = _like(np.array(powers)[BLOCK - 1 - pads], tile.rows)
+    else:
+        lib = _library(tile.rows)
+        gain = lib.stack(powers)[_like(BLOCK - 1 - pads, tile.rows), _like(np.arange(len(pads)), tile.rows)]
+    return tile.rows[_like(pads, tile.rows), first] + gain * below[first]
 
 
-def _stage(x: Tensor, group: Group) -> Tensor:
+def _stage(x: Array, group: Group) -> Array:
     """[blocks * 16]: the group's tokens, each segment with zeros in front up to a block's border."""
     if not group.pads.any():
         return x[group.tokens]
-    zeros = torch.split(x.new_zeros(BLOCK * (BLOCK - 1) // 2), list(range(BLOCK)))
-    parts = []
-    for pad, part in zip(group.pads.tolist(), torch.split(x[group.tokens], group.lengths.tolist()), strict=True):
-        if pad:
-            parts.append(zeros[pad])
-        parts.append(part)
-    return torch.cat(parts)
+    pads = group.pads.tolist()
+    if isinstance(x, Tensor):
+        zeros = torch.split(x.new_zeros(BLOCK * (BLOCK - 1) // 2), list(range(BLOCK)))
+        parts = torch.split(x[group.tokens], group.lengths.tolist())
+        return torch.cat([y for pad, part in zip(pads, parts, strict=True) for y in (zeros[pad], part)])
+    zeros = [np.zeros(pad, x.dtype) for pad in range(BLOCK)]
+    ends = (np.cumsum(group.lengths) + group.tokens.start).tolist()
+    starts = [group.tokens.start, *ends]
+    return np.concatenate([y for pad, a, b in zip(pads, starts, ends, strict=False) for y in (zeros[pad], x[a:b])])
 
 
-def _unstage(staged: Tensor, group: Group) -> Tensor:
+def _unstage(staged: Tensor, group: Group, out: Tensor) -> None:
+    """Write the tokens of the group to their place in the pack."""
     if not group.pads.any():
-        return staged
+        out[group.tokens] = staged
+        return
     sizes = np.stack([group.pads, group.lengths], axis=1).ravel()
-    return torch.cat(torch.split(staged, sizes.tolist())[1::2])
+    if staged.is_cuda:
+        torch.cat(torch.split(staged, sizes.tolist())[1::2], out=out[group.tokens])
+        return
+    bounds = np.cumsum(sizes).reshape(-1, 2).tolist()
+    values = staged.numpy()
+    np.concatenate([values[a:b] for a, b in bounds], out=out.numpy()[group.tokens])
 
 
-def _per_block(value: PerSegment, group: Group) -> "float | Tensor":
+def _per_block(value: PerSegment, group: Group) -> Any:
     """A value per segment -> one per block of the group; a float stays a float."""
     if not isinstance(value, Tensor):
         return float(value)
-    counts = _to(group.blocks, value)
-    return value[group.segments].repeat_interleave(counts, output_size=group.num_blocks)
+    if value.is_cuda:
+        counts = _like(group.blocks, value)
+        return value[group.segments].repeat_interleave(counts, output_size=group.num_blocks)
+    return np.repeat(value.numpy()[group.segments], group.blocks)
 
 
-def _decays(decay: "float | Tensor", ticks: Tensor) -> Tensor:
+def _decays(decay: Any, ticks: Array) -> Array:
     """[16, blocks]: decay where the tick's bits are set, 1.0 elsewhere, put together bit by bit."""
-    bits = torch.empty(BLOCK, len(ticks) // BLOCK, dtype=torch.int64, device=ticks.device)
-    bits.copy_(ticks.view(-1, BLOCK).t())
-    word = decay.view(torch.int64) if isinstance(decay, Tensor) else int(np.float64(decay).view(np.int64))
-    return bits.bitwise_and_(word ^ _ONE).bitwise_xor_(_ONE).view(torch.float64)
+    lib = _library(ticks)
+    bits = native(torch.empty(BLOCK, len(ticks) // BLOCK, dtype=torch.int64, device=getattr(ticks, "device", None)))
+    bits[...] = ticks.reshape(-1, BLOCK).T
+    bits &= int(np.float64(decay).view(np.int64)) ^ _ONE if isinstance(decay, float) else decay.view(lib.int64) ^ _ONE
+    bits ^= _ONE
+    return bits.view(lib.float64)
 
 
-def _block_gain(decay: "float | Tensor") -> "float | Tensor":
+def _block_gain(decay: Any) -> Any:
     """The product of a block's 16 decays."""
-    if isinstance(decay, Tensor) and decay.dim() == 2:
-        gain = decay[0].clone()
-        for row in decay[1:].unbind(0):
-            gain.mul_(row)
+    if getattr(decay, "ndim", 0) == 2:
+        gain = decay[0] * decay[1]
+        for r in range(2, BLOCK):
+            gain *= decay[r]
         return gain
     for _ in range(4):
         decay = decay * decay
     return decay
 
 
-def _row(decay: "float | Tensor", row: int, columns: slice) -> "float | Tensor":
-    if not isinstance(decay, Tensor):
-        return decay
-    return decay[row, columns] if decay.dim() == 2 else decay[columns]
+def _row(decay: Any, row: int) -> Any:
+    return decay[row] if getattr(decay, "ndim", 0) == 2 else decay
 
 
-def _column_tiles(rows: Tensor) -> Iterator[slice]:
-    width = rows.shape[1] if rows.is_cuda else TILE
-    for start in range(0, rows.shape[1], width):
-        yield slice(start, start + width)
-
-
-def _to(index: np.ndarray, like: Tensor) -> Tensor:
-    return torch.from_numpy(index).to(like.device)
+def _like(index: np.ndarray, x: Array) -> Array:
+    return index if isinstance(x, np.ndarray) else torch.from_numpy(index).to(x.device)
