@@ -4,9 +4,11 @@ Nothing raises here: the first problem of a rank becomes part of its facts, and 
 (`agreement`). Tests of data that live on a GPU are left there; only a failure looks for the culprit.
 """
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
+from numbers import Real
 
 import numpy as np
 import torch
@@ -88,11 +90,13 @@ def admit(
     layout = cp.layout
     settings: dict[str, object] = {key: value for key, (value, _) in (choices or {}).items()}
     settings |= {key: _plain(value) for key, value in numbers.items()} | {"nonfinite": nonfinite}
+    settings |= {"pieces of a sample": len(layout.owners)}
     settings |= {f"dtype of {key}": _dtype(value) for key, value in tokens.items()}
     shape = {
         "response_length": layout.response_lengths,
         "total_length": layout.total_lengths,
-        "digest of its pieces": (layout.cuts * np.arange(1, 2 * layout.cuts.shape[1], 2)).sum(axis=1),
+        "length of its pieces": layout.piece,
+        "place in the stream": layout.begin,
     }
     facts = Facts(settings=settings, lengths=shape)
     problem = _first_problem(
@@ -112,6 +116,7 @@ def admit(
     x = torch.zeros(layout.num_samples, dtype=torch.float64, device=device)
     if rewards is not None:
         x = rewards.detach().to(device, torch.float64)
+        x = torch.where(x.isnan(), torch.nan, x)  # NaN has many bit patterns
         data["reward"] = x
         checks.append(_finite("reward", x, x.isinf(), "a finite number, or NaN where it is missing"))
         kept = kept & ~x.isnan()
@@ -182,6 +187,8 @@ def _first_problem(cp, full_mask, rewards, tokens, numbers, choices, samples, sa
     ):
         if value is None:
             continue
+        if not isinstance(value, Tensor):
+            return Problem(name, f"a {type(value).__name__}", "a tensor")
         if value.dtype not in _DTYPES:
             return Problem(f"dtype of {name}", value.dtype, "a float, int or bool dtype")
         if tuple(value.shape) != (count,):
@@ -190,18 +197,15 @@ def _first_problem(cp, full_mask, rewards, tokens, numbers, choices, samples, sa
 
 
 def _number_problem(key: str, value: object, samples: int) -> Problem | None:
-    if isinstance(value, Tensor) and value.numel() and value.dim():
-        return (
-            None
-            if tuple(value.shape) == (samples,)
-            else Problem(f"shape of {key}", list(value.shape), f"[] or [{samples}]")
-        )
     if isinstance(value, Tensor):
-        return None
-    good = isinstance(value, (int, float)) and np.isfinite(value)
+        if value.dtype not in _DTYPES:
+            return Problem(f"dtype of {key}", value.dtype, "a float, int or bool dtype")
+        fits = value.dim() == 0 or tuple(value.shape) == (samples,)
+        return None if fits else Problem(f"shape of {key}", list(value.shape), f"[] or [{samples}]")
+    good = isinstance(value, Real) and math.isfinite(value)
     if good and key not in _UNBOUNDED:
         good = 0 <= value <= _UPPER.get(key, 1.0)
-    return None if good else Problem(key, value, _range(key))
+    return None if good else Problem(key, repr(value), _range(key))
 
 
 def _number(value, samples: int, device: torch.device) -> PerSample:
@@ -220,8 +224,8 @@ def _plain(value: object) -> object:
     )
 
 
-def _dtype(x: Tensor | None) -> str:
-    return "absent" if x is None else str(x.dtype)
+def _dtype(x: object) -> str:
+    return "absent" if x is None else str(getattr(x, "dtype", type(x).__name__))
 
 
 def _mask(full_mask: Tensor, layout) -> tuple[Tensor, list[Check]]:

@@ -1,16 +1,16 @@
 """Failure agreement: bad input on one rank is the same error on every rank, within one fixed-size all-gather.
 
 The first collective of a call is an *envelope* of 16 KiB, the same size on every rank whatever its input is, so it
-cannot
-mismatch: a header [status, fingerprints] and, where it fits, the payload of the call. When all headers are well and
-equal the call goes on. When not, one more all-gather of 4 KiB a rank carries the details, and every rank builds the
-same text from them.
+cannot mismatch: a header [status, fingerprints] and, where it fits, the payload of the call. When all headers are well
+and equal the call goes on. When not, one more all-gather of 4 KiB a rank carries the details, and every rank builds the
+same text from them. (When the samples that fit there are equal, the digests of all samples tell which one to look at.)
 
 On CUDA reading the headers is the one device-to-host read of a call.
 """
 
 import hashlib
 import json
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -77,14 +77,19 @@ class Facts:
 
 
 def fingerprint(x: Tensor) -> Tensor:
-    """A 0-dim int64 that depends on every bit and its place: words times odd numbers, summed modulo 2^64, on x's
-    device.
+    """A 0-dim int64 that depends on every bit and its place: 64-bit words, each mixed with its index, summed modulo
+    2^64 on x's device.
+
+    The mix is not linear: in a weighted sum of plain words, rewards 1 0 0 1 and 0 1 1 0 are the same.
     """
-    raw = x.detach().contiguous().view(-1).view(torch.uint8)
+    flat = x.detach().contiguous()
+    raw = flat.as_strided((flat.numel(),), (1,)).view(torch.uint8)  # a single element may keep another stride
     tail = -raw.numel() % 8
     words = (torch.cat([raw, raw.new_zeros(tail)]) if tail else raw).view(torch.int64)
-    odd = torch.arange(1, 2 * words.numel() + 1, 2, device=x.device).mul_(-7046029254386353131)
-    return words.mul(odd).sum()
+    mixed = torch.arange(1, words.numel() + 1, device=x.device).mul_(-7046029254386353131).bitwise_xor_(words)
+    for shift, odd in ((32, -4658895280553007687), (29, -7723592293110705685), (32, 1)):
+        mixed = mixed.bitwise_xor_(mixed >> shift).mul_(odd)
+    return mixed.sum()
 
 
 def agree(
@@ -152,25 +157,33 @@ def raise_together(
 
     Returns only if each failed check was a false alarm.
     """
-    details = _details(facts)
-    box = torch.zeros(DETAILS, dtype=torch.uint8)
-    box[: len(details)] = torch.frombuffer(bytearray(details), dtype=torch.uint8)
-    boxes = call(all_gather, box.to(device or box.device), "agreement, details").cpu()
-    told = [json.loads(bytes(row.tolist()).rstrip(b"\0")) for row in boxes]
+    told = _tell(all_gather, facts, device)
     text = _first_problem(told, where) or _first_difference(told, where)
     if text is None and differ:
-        shown = min(len(one["samples"]) for one in told)
-        text = f"{where}s were not given the same samples: one after the first {shown}, which are equal, differs"
+        digests = torch.tensor([_digest(json.dumps(row).encode()) for row in _samples(facts)], dtype=torch.int64)
+        if len(digests):  # as many as on all ranks, else that was the first difference
+            all_digests = call(all_gather, digests.to(device or digests.device), "agreement, samples").cpu()
+            unequal = (all_digests != all_digests[0]).any(dim=0).nonzero()
+            first = int(unequal[0]) if len(unequal) else 0
+            text = _first_difference(_tell(all_gather, facts, device, first), where)
+        text = text or f"{where}s were not given the same input, in something too long or too small to be shown"
     if text is not None:
         raise CPInputError(text)
 
 
+def _tell(all_gather: AllGather, facts: Facts, device: torch.device | None, first: int = 0) -> list[dict]:
+    """All ranks' details; those of samples begin with sample `first`."""
+    details = _details(facts, first)
+    box = torch.zeros(DETAILS, dtype=torch.uint8)
+    box[: len(details)] = torch.frombuffer(bytearray(details), dtype=torch.uint8)
+    boxes = call(all_gather, box.to(device or box.device), "agreement, details").cpu()
+    return [json.loads(row.numpy().tobytes().rstrip(b"\0")) for row in boxes]
+
+
 def _header(facts: Facts, data: Tensor) -> Tensor:
-    digest = hashlib.blake2b(repr(sorted(_settings(facts).items())).encode(), digest_size=7)
-    for value in facts.lengths.values():
-        digest.update(np.ascontiguousarray(value).tobytes())
-    settings = int.from_bytes(digest.digest(), "little")
-    host = [int(facts.problem is not None), data.numel(), _num_samples(facts), settings, 0, 0, 0, 0]
+    lengths = [np.ascontiguousarray(value).tobytes() for value in facts.lengths.values()]
+    host_facts = _digest(repr((sorted(_settings(facts).items()), list(facts.data))).encode(), *lengths)
+    host = [int(facts.problem is not None), data.numel(), _num_samples(facts), host_facts, 0, 0, 0, 0]
     header = torch.tensor(host).to(data.device)
     for check in facts.checks:
         header[_STATUS] |= check.bad
@@ -187,16 +200,26 @@ def _settings(facts: Facts) -> dict[str, str]:
     return {key: str(value) for key, value in facts.settings.items()}
 
 
-def _details(facts: Facts) -> bytes:
+def _digest(*parts: bytes) -> int:
+    return int.from_bytes(hashlib.blake2b(b"".join(parts), digest_size=8).digest(), "little", signed=True)
+
+
+def _details(facts: Facts, first: int) -> bytes:
     problem = facts.first_problem()
+    if problem is not None:
+        text = str(problem)
+        while len(json.dumps(text)) > DETAILS - 100:
+            text = text[: len(text) * 3 // 4]
+        return json.dumps({"problem": text}).encode()
     told = {
-        "problem": None if problem is None else str(problem)[:1500],
+        "problem": None,
         "settings": {key: value[:60] for key, value in _settings(facts).items()},
         "number of samples": _num_samples(facts),
+        "first": first,
         "samples": [],
     }
     room = DETAILS - len(json.dumps(told).encode())
-    for row in _samples(facts) if problem is None else ():
+    for row in _samples(facts, first):
         room -= len(json.dumps(row)) + 2
         if room < 0:
             break
@@ -204,40 +227,49 @@ def _details(facts: Facts) -> bytes:
     return json.dumps(told).encode()
 
 
-def _samples(facts: Facts) -> Iterator[dict[str, object]]:
+def _samples(facts: Facts, first: int = 0) -> Iterator[dict[str, object]]:
     """What is compared of each sample; a mask as a digest of its bytes, for a mask is too long to show."""
     lengths = next(iter(facts.lengths.values()), np.zeros(0, dtype=np.int64))
     ends = np.cumsum(lengths)
-    for i in range(len(lengths)):
+    data = {key: value.cpu() for key, value in facts.data.items()}
+    for i in range(first, len(lengths)):
         row: dict[str, object] = {key: int(value[i]) for key, value in facts.lengths.items()}
-        for key, value in facts.data.items():
-            if len(value) == len(lengths):
-                row[key] = repr(value[i].item())
+        for key, value in data.items():
+            if key == "loss_mask":
+                part = value[ends[i] - lengths[i] : ends[i]].contiguous().view(torch.uint8)
+                row[key] = f"{int(part.sum())} ones, digest {_digest(part.numpy().tobytes()) % 2**24:06x}"
             else:
-                part = value[ends[i] - lengths[i] : ends[i]].cpu().contiguous().view(torch.uint8)
-                digest = hashlib.blake2b(part.numpy().tobytes(), digest_size=3).hexdigest()
-                row[key] = f"{int(part.sum())} ones, digest {digest}"
+                row[key] = repr(value[i].item())
         yield row
 
 
 def _first_problem(told: list[dict], where: str) -> str | None:
     for rank, one in enumerate(told):
         if one["problem"] is not None:
-            return f"{where} {rank} of {len(told)}: {one['problem']}"
+            return one["problem"] if len(told) == 1 else f"{where} {rank} of {len(told)}: {one['problem']}"
     return None
 
 
 def _first_difference(told: list[dict], where: str) -> str | None:
-    """The first thing in which a rank differs from rank 0: a setting, the number of samples, or a sample."""
-    for rank, one in enumerate(told):
-        pairs = [("", key, told[0]["settings"], one["settings"]) for key in {**told[0]["settings"], **one["settings"]}]
-        pairs.append(("", "number of samples", told[0], one))
-        for i, (a, b) in enumerate(zip(told[0]["samples"], one["samples"], strict=False)):
-            pairs += [(f"sample {i}, ", key, a, b) for key in a]
-        for place, key, a, b in pairs:
-            if a.get(key) != b.get(key):
+    """The first thing in which a rank differs from most ranks: a setting, the number of samples, or a sample."""
+    shown = min(len(one["samples"]) for one in told)
+    rows = [_compared(one, shown) for one in told]
+    keys = list(dict.fromkeys(key for row in rows for key in row))
+    usual = {key: Counter(row.get(key, "absent") for row in rows).most_common(1)[0][0] for key in keys}
+    for rank, row in enumerate(rows):
+        for key in keys:
+            given = row.get(key, "absent")
+            if given != usual[key]:
+                other = next(r for r, row in enumerate(rows) if row.get(key, "absent") == usual[key])
                 return (
-                    f"{where} {rank} of {len(told)}: {place}{key} is {b.get(key)}; expected {a.get(key)}, "
-                    f"as on {where} 0: all ranks must be given the same"
+                    f"{where} {rank} of {len(told)}: {key} is {given}; expected {usual[key]}, as on {where} {other}: "
+                    "all ranks must be given the same"
                 )
     return None
+
+
+def _compared(one: dict, shown: int) -> dict[str, object]:
+    """One rank's details by the name that an error gives them."""
+    samples = enumerate(one["samples"][:shown], one["first"])
+    rows = {f"sample {i}, {key}": value for i, row in samples for key, value in row.items()}
+    return {**one["settings"], "number of samples": one["number of samples"], **rows}

@@ -10,8 +10,9 @@ from jaxtyping import Float64, Int8, Shaped
 from torch import Tensor
 
 from cp_returns import exchange
-from cp_returns.agreement import Facts, agree, raise_together
+from cp_returns.agreement import Facts, agree
 from cp_returns.collectives import AllGather, alone, call
+from cp_returns.errors import CPInputError
 from cp_returns.layout import Layout, contiguous
 from cp_returns.masks import Prefix, turn_ends
 from cp_returns.scan import as_bits, begin, finish, select
@@ -187,8 +188,9 @@ class CPContext:
         """All ranks raise together when one has a problem or they differ; nothing is exchanged besides."""
         facts = self._with_settings(facts)
         if self.layout.cp_size == 1 or self.agreement == "off":
-            if self.agreement == "full" or facts.problem is not None:
-                raise_together(alone, facts, where=self.where)
+            problem = facts.first_problem() if self.agreement == "full" else facts.problem
+            if problem is not None:
+                raise CPInputError(str(problem))
             return
         nothing = torch.zeros(0, dtype=torch.uint8, device=self.device(facts, ()))
         agree(self.all_gather, facts, nothing, step="agreement", where=self.where)

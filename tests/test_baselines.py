@@ -208,8 +208,8 @@ ONE_GROUP = torch.zeros(2, dtype=torch.int64)
         ({"group_ids": torch.zeros(2)}, "group_ids is torch.float32; expected int64"),
         ({"group_ids": ONE_GROUP[:1]}, r"shape of group_ids is \[1\]; expected \[2\]"),
         ({"lengths": torch.ones(3)}, r"shape of lengths is \[3\]; expected \[2\]"),
-        ({"sample_mask": torch.tensor([1, 0.5])}, "rank 0 of 1: sample 1, sample_mask is 0.5; expected 0 or 1"),
-        ({"rewards": torch.tensor([math.inf, 1.0])}, "rank 0 of 1: sample 0, reward is inf; expected a finite number"),
+        ({"sample_mask": torch.tensor([1, 0.5])}, "sample 1, sample_mask is 0.5; expected 0 or 1"),
+        ({"rewards": torch.tensor([math.inf, 1.0])}, "sample 0, reward is inf; expected a finite number"),
     ],
 )
 def test_wrong_calls_say_what_is_wrong(change, message):
