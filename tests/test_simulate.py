@@ -177,13 +177,17 @@ def test_threads_need_one_shape_and_dtype_and_get_copies():
 
 
 def test_threads_keep_calls_apart_when_ranks_run_ahead():
-    """500 calls without a pause, an uneven load: each call gives the messages of that call."""
+    """500 calls without a pause, an uneven load, one buffer: each call gives the messages of that call."""
 
     def fn(rank, all_gather):
+        buffer = torch.tensor([0, rank])
         for i in range(500):
             if i % 7 == rank:
                 time.sleep(0.0005)
-            assert all_gather(torch.tensor([i, rank])).tolist() == [[i, r] for r in range(4)]
+            buffer[0] = i
+            got = all_gather(buffer)
+            buffer[0] = -1
+            assert got.tolist() == [[i, r] for r in range(4)]
 
     before = set(threading.enumerate())
     in_threads(fn, 4)
