@@ -308,6 +308,10 @@ def in_processes(
                 pipes.append(ours)
                 processes.append(process)
             outcomes = _collect(processes, pipes, timeout, tick)
+        except BaseException:  # an interrupt, or no process to be had: do not wait for the ranks
+            for process in processes:
+                process.kill()
+            raise
         finally:
             for process, pipe in zip(processes, pipes, strict=True):
                 _stop(process)
