@@ -39,7 +39,7 @@ def kl_rows(batch: Batch, kind: str = "k1", clamp: float | None = None, *, uncla
     def one(logp: float, ref: float) -> float:
         d = logp - ref
         x = -d if unclamped_exp else min(max(-d, -20.0), 20.0)
-        k = {"k1": d, "k2": d * d / 2, "k3": math.exp(x) - 1 + d}[kind]
+        k = {"k1": d, "k2": d * d / 2, "k3": math.expm1(x) + d}[kind]
         return k if clamp is None else min(max(k, -clamp), clamp)
 
     return [
@@ -96,7 +96,7 @@ def trained_tokens(rewards: list[float], mask: list[int], gamma: float, *, reset
 
 def gae_every_token(r: list[float], v: list[float], gamma: float, lam: float) -> list[float]:
     """A_j = r_j + gamma * V_{j+1} - V_j + gamma * lam * A_{j+1} over every token."""
-    following = [*v[1:], 0.0]
+    following = [*v[1:], 0.0][: len(v)]
     return every_token([x + gamma * n - y for x, n, y in zip(r, following, v, strict=True)], gamma * lam)
 
 
@@ -362,9 +362,18 @@ def kl_summed(batch: Batch, kl: Rows, kl_coef: float) -> Batch:
     return Batch(**{**vars(batch), "rewards": [s - kl_coef * x for s, x in zip(batch.rewards, sums, strict=True)]})
 
 
-def verl_grpo(batch: Batch, *, float32: bool = False, fully_masked_vote: bool = False) -> tuple[Rows, Rows]:
+def verl_grpo(
+    batch: Batch, *, float32: bool = False, singleton_divided: bool = False, fully_masked_vote: bool = False
+) -> tuple[Rows, Rows]:
+    """`singleton_divided`: the reward of a group of one is divided by 1 + 1e-6: its standard deviation counts as 1."""
     score = standardised(1e-6, float32=float32)
-    a = spread(by_group(batch, score, one="raw", fully_masked_vote=fully_masked_vote), batch.masks)
+    scalars = by_group(batch, score, one="raw", fully_masked_vote=fully_masked_vote)
+    if singleton_divided:
+        scalars = [
+            x / (1 + 1e-6) if batch.group_ids.count(i) == 1 else x
+            for x, i in zip(scalars, batch.group_ids, strict=True)
+        ]
+    a = spread(scalars, batch.masks)
     return a, a
 
 
@@ -383,10 +392,12 @@ def verl_opo(batch: Batch) -> tuple[Rows, Rows]:
     return a, a
 
 
-def verl_remax(batch: Batch, *, kl_coef: float) -> tuple[Rows, Rows]:
+def verl_remax(batch: Batch, *, kl_coef: float, returns_without_baseline: bool = False) -> tuple[Rows, Rows]:
+    """Reward to go minus the greedy response's reward; returns are the advantages, as for groups (or: switch)."""
     r = token_rewards(kl_rows(batch), batch.masks, batch.rewards, kl_coef)
     g = [every_token(row, 1.0) for row in r]
-    return [[x - b for x in row] for row, b in zip(g, batch.baseline_rewards, strict=True)], g
+    a = [[x - b for x in row] for row, b in zip(g, batch.baseline_rewards, strict=True)]
+    return a, g if returns_without_baseline else a
 
 
 # ------------------------------------------------------------------------------------------------------------ OpenRLHF
@@ -486,22 +497,20 @@ def trl_gae(
     reward_after_eos: bool = False,
     processes: int = 1,
 ) -> tuple[Rows, Rows]:
-    """`reward_after_eos`: the reward and one more value sit on the token after the last valid one, where there is one.
+    """TRL knows no gaps; values end with the response.
 
+    `reward_after_eos`: the reward, and one more value, sit on the token after the last valid one where there is one.
     `processes=n`: sample i is on process i % n, and every process whitens alone.
     """
-    kl = kl_rows(batch)
-    ends = [last_valid(m) for m in batch.masks]
-    if reward_after_eos:
-        ends = [None if e is None else min(e + 1, len(m) - 1) for e, m in zip(ends, batch.masks, strict=True)]
+    r = token_rewards(kl_rows(batch), batch.masks, batch.rewards, kl_coef)
+    kept = [list(m) for m in batch.masks]
+    for row, m, s in zip(r, kept, batch.rewards, strict=True):
+        e = last_valid(m)
+        if reward_after_eos and e is not None and e + 1 < len(m):
+            row[e], row[e + 1], m[e + 1] = row[e] - s, s, 1
     v = [
-        [x if e is not None and j <= e else 0.0 for j, x in enumerate(row)]
-        for row, e in zip(batch.values, ends, strict=True)
+        [x if m else 0.0 for x, m in zip(row, mask, strict=True)] for row, mask in zip(batch.values, kept, strict=True)
     ]
-    r = token_rewards(kl, batch.masks, [0.0] * len(kl), kl_coef)
-    for row, e, s in zip(r, ends, batch.rewards, strict=True):
-        if e is not None:
-            row[e] += s
     a = [gae_every_token(x, y, gamma, lam) for x, y in zip(r, v, strict=True)]
     return whiten(a, batch.masks, part=lambda i, j: i % processes), plus(a, v)
 
