@@ -7,18 +7,17 @@ Nothing raises here: the first problem of a rank becomes part of its facts, and 
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from functools import cached_property
 from numbers import Real
 
 import numpy as np
 import torch
-from jaxtyping import Bool, Float64, Shaped
+from jaxtyping import Bool, Float64, Int8, Int64, Shaped
 from torch import Tensor
 
 from cp_returns.agreement import Check, Facts, Problem
-from cp_returns.context import CPContext, Inputs, PerSample, Reward
+from cp_returns.context import Clock, CPContext, Inputs, PerSample, Reward
 from cp_returns.masks import Prefix
-from cp_returns.scan import as_bits, result_dtype, select
+from cp_returns.scan import as_bits, native, result_dtype, select
 
 _FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 _DTYPES = (*_FLOATS, torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
@@ -36,22 +35,18 @@ class Batch:
     counted: Bool[Tensor, " samples"] | None = None  # not left out by sample_mask or a missing reward
     missing: Bool[Tensor, " samples"] | None = None  # a NaN reward
     bootstrap: Float64[Tensor, " samples"] | None = None
-    ends: np.ndarray | None = None
-
-    @cached_property
-    def prefix(self) -> Prefix:
-        return Prefix(self.mask)
+    prefix: Prefix | None = None  # of the mask
+    valid_counts: Int64[Tensor, " samples"] | None = None  # valid tokens of each whole response
+    keep: Int8[Tensor, " local"] | None = None  # this rank's mask as bits
+    totals: Mapping[str, Tensor] | None = None  # float64 sums of the inputs at this rank's valid tokens
 
     @property
     def dtype(self) -> torch.dtype:
         return result_dtype(*(x for x in self.inputs if x is not None))
 
-    @property
-    def valid_counts(self) -> Tensor:
-        """[N] valid tokens of each whole response."""
-        ends = torch.from_numpy(self.ends).to(self.mask.device)
-        upto = self.prefix.before(ends)
-        return upto.diff(prepend=upto.new_zeros(1))
+    def clock(self, cp: CPContext, kind: str) -> Clock:
+        """The steps and ticks of the tokens that a formula sees: this rank's, or those of whole responses."""
+        return cp.clock(self.mask, kind, as_bits(self.mask) if cp.holds_all else self.keep)
 
     def reward(self, cp: CPContext, kl: Tensor | None, token_rewards: Tensor | None) -> Reward:
         """r_j = -kl_coef * kl_j + token_reward_j on valid tokens, and the scalar reward at the last valid token."""
@@ -124,7 +119,6 @@ def admit(
     if kept.is_cuda or not kept.all():
         mask = mask & _over_tokens(kept, layout.response_lengths)
         x = torch.where(kept, x, 0.0)
-    ends = np.cumsum(layout.response_lengths)
     values = {key: _number(value, layout.num_samples, device) for key, value in numbers.items()}
     for key, value in values.items():
         if isinstance(value, Tensor):
@@ -140,20 +134,35 @@ def admit(
         checks.append(_finite("bootstrap", bootstrap, bootstrap.isinf(), "a finite number, or NaN where there is none"))
         bootstrap = torch.where(bootstrap.isfinite(), bootstrap, 0.0)
     keep = as_bits(cp.take(mask))
-    inputs = []
+    inputs, totals = [], {}
     for key, value in tokens.items():
         if value is None:
             inputs.append(None)
             continue
         here = as_bits(cp.spread(kept)) if key in unselected else keep
         value = select(value.detach(), here)
+        totals[key] = value.sum(dtype=torch.float64)
         if nonfinite == "error":
-            checks += _tokens_finite(cp, key, value)
+            checks += _tokens_finite(cp, key, value, totals[key])
         if key == "token_rewards":
             checks.append(_masked_rewards(cp, tokens[key].detach(), original))
         inputs.append(value)
-    facts = replace(facts, data=data, checks=checks)
-    return Batch(facts, tuple(inputs), values, mask, x, kept, missing, bootstrap, ends)
+    prefix = Prefix(mask)
+    upto = prefix.before(torch.from_numpy(np.cumsum(layout.response_lengths)).to(device))
+    return Batch(
+        replace(facts, data=data, checks=checks),
+        tuple(inputs),
+        values,
+        mask,
+        x,
+        kept,
+        missing,
+        bootstrap,
+        prefix,
+        upto.diff(prepend=upto.new_zeros(1)),
+        keep,
+        totals,
+    )
 
 
 _UNBOUNDED = ("kl_coef",)
@@ -231,13 +240,16 @@ def _dtype(x: object) -> str:
 def _mask(full_mask: Tensor, layout) -> tuple[Tensor, list[Check]]:
     if full_mask.dtype == torch.bool:
         return full_mask, []
-    mask = full_mask != 0
-    odd = mask & (full_mask != 1)
+    mask = full_mask.bool()
 
     def find() -> Problem | None:
-        return _locate("loss_mask", full_mask, odd, layout.response_lengths, "0 or 1")
+        return _locate("loss_mask", full_mask, mask & (full_mask != 1), layout.response_lengths, "0 or 1")
 
-    return mask, [Check(odd.any(), find)]
+    if full_mask.dtype in _FLOATS or not len(full_mask):
+        whole = native(full_mask.float()) == native(mask)
+        return mask, [Check(~whole.all(), find)]
+    low, high = full_mask.aminmax()
+    return mask, [Check((low < 0) | (high > 1), find)]
 
 
 def _sample_mask(sample_mask: Tensor) -> tuple[Tensor, list[Check]]:
@@ -255,13 +267,12 @@ def _finite(name: str, x: Tensor, bad: Tensor, expected: str) -> Check:
     return Check(bad.any(), find)
 
 
-def _tokens_finite(cp: CPContext, name: str, x: Tensor) -> list[Check]:
-    """NaN and inf at valid tokens. The sum is the cheap test: nothing non-finite leaves it finite; it may overflow,
-    `find` knows.
+def _tokens_finite(cp: CPContext, name: str, x: Tensor, total: Tensor) -> list[Check]:
+    """NaN and inf at valid tokens. The sum is the cheap test: they never leave it finite. If it overflows, `find`
+    knows better.
     """
     if x.dtype not in _FLOATS:
         return []
-    total = x.sum(dtype=torch.float64 if x.is_cuda or x.dtype == torch.float64 else torch.float32)
 
     def find() -> Problem | None:
         return _locate_local(cp, name, x, ~x.isfinite(), "a finite number at a valid token")
@@ -301,6 +312,6 @@ def _locate_local(cp: CPContext, name: str, x: Tensor, bad: Tensor, expected: st
     if not len(first):
         return None
     at = int(cp.layout.index(cp.rank)[int(first[0])])
-    starts = cp.layout.starts()
+    starts = cp.layout.starts
     sample = int(np.searchsorted(starts + cp.layout.response_lengths, at, side="right"))
     return Problem(name, x[first[0]].item(), expected, sample, at - int(starts[sample]))

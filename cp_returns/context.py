@@ -15,7 +15,7 @@ from cp_returns.collectives import AllGather, alone, call
 from cp_returns.errors import CPInputError
 from cp_returns.layout import Layout, contiguous
 from cp_returns.masks import Prefix, turn_ends
-from cp_returns.scan import as_bits, begin, finish, select
+from cp_returns.scan import as_bits, begin, finish, scan, select
 
 CLOCKS = ("token", "trainable", "turn")
 Formula = Callable[..., tuple[Tensor, ...]]
@@ -118,21 +118,24 @@ class CPContext:
         self, reward: "Reward", decay: PerSample, clock: "Clock", *, dtype: torch.dtype
     ) -> Shaped[Tensor, " local"]:
         """y_j = x_j + decay^tick_j * y_next over the steps of the clock, through all pieces of all ranks."""
-        scan = begin(
-            reward.dense,
-            self.segments,
-            self.by_segment(decay),
-            scale=self.by_segment(reward.scale),
-            impulse=reward.terminal,
-            keep=clock.keep,
-            tick=clock.tick,
-        )
-        if len(self.layout.owners) == 1:  # whole responses
-            return finish(scan, dtype=dtype)
-        (first,) = self.exchange([scan.heads])
+        how = {
+            "scale": self.by_segment(reward.scale),
+            "impulse": reward.terminal,
+            "keep": clock.keep,
+            "tick": clock.tick,
+        }
+        if self.holds_all:
+            return scan(reward.dense, self.segments, self.by_segment(decay), dtype=dtype, **how)
+        begun = begin(reward.dense, self.segments, self.by_segment(decay), **how)
+        (first,) = self.exchange([begun.heads])
         gain = exchange.power(decay, clock.ticks)
         entering = exchange.chain(first, gain, first.new_zeros(len(first)))
-        return finish(scan, entering[:, self.own].reshape(-1), dtype=dtype)
+        return finish(begun, entering[:, self.own].reshape(-1), dtype=dtype)
+
+    @property
+    def holds_all(self) -> bool:
+        """Each response is one piece, of this rank."""
+        return len(self.layout.owners) == 1
 
     def scan_ahead(
         self,
@@ -150,28 +153,26 @@ class CPContext:
         arrives as one number.
         """
         here = (
-            finish(begin(values, self.segments, 0.0, tick=clock.step), dtype=torch.float64)
-            if clock.step is not None
-            else values
+            scan(values, self.segments, 0.0, tick=clock.step, dtype=torch.float64) if clock.step is not None else values
         )
         v_next = _shift(here, self.segments)
         g = gamma if not isinstance(gamma, Tensor) else self.spread(gamma)
         discounted = g * v_next if clock.tick is None else torch.where(clock.tick.bool(), g * v_next, v_next)
         delta = select(reward + discounted - values, clock.step)
-        whole = len(self.layout.owners) == 1
-        tick = clock.tick if whole and bootstrap is None else clock.inner_tick
-        scans = [begin(delta, self.segments, self.by_segment(decay), keep=clock.keep, tick=tick) for decay in decays]
-        if whole and bootstrap is None:
-            return [finish(scan, dtype=torch.float64) for scan in scans]
-        firsts = [scan.heads for scan in scans] + [_heads(here, self.segments)]
-        *first, value = firsts if whole else self.exchange(firsts)
+        own = [self.by_segment(decay) for decay in decays]
+        if self.holds_all and bootstrap is None:
+            how = {"keep": clock.keep, "tick": clock.tick, "dtype": torch.float64}
+            return [scan(delta, self.segments, decay, **how) for decay in own]
+        begun = [begin(delta, self.segments, decay, keep=clock.keep, tick=clock.inner_tick) for decay in own]
+        firsts = [one.heads for one in begun] + [_heads(here, self.segments)]
+        *first, value = firsts if self.holds_all else self.exchange(firsts)
         end = (
             torch.zeros(self.layout.num_samples, dtype=torch.float64, device=values.device)
             if bootstrap is None
             else bootstrap
         )
         outs = []
-        for scan, decay, y in zip(scans, decays, first, strict=True):
+        for one, decay, y in zip(begun, decays, first, strict=True):
             entering = exchange.chain_ahead(
                 y.view_as(clock.has_step),
                 value.view_as(clock.has_step),
@@ -181,7 +182,7 @@ class CPContext:
                 exchange.power(gamma, clock.last_tick),
                 end,
             )
-            outs.append(finish(scan, entering[:, self.own].reshape(-1), dtype=torch.float64))
+            outs.append(finish(one, entering[:, self.own].reshape(-1), dtype=torch.float64))
         return outs
 
     def agree(self, facts: Facts) -> None:
@@ -214,9 +215,8 @@ class CPContext:
             return float(value)
         return value.to(torch.float64).repeat_interleave(len(self.own))
 
-    def clock(self, full_mask: Tensor, kind: str) -> "Clock":
-        """The steps and ticks of this rank's tokens under one of the three clocks of the mask."""
-        keep = as_bits(self.take(full_mask))
+    def clock(self, full_mask: Tensor, kind: str, keep: Int8[Tensor, " local"]) -> "Clock":
+        """The steps and ticks of this rank's tokens under a clock of the mask, whose own part is `keep`."""
         if kind == "token":
             return Clock(self, full_mask, keep)
         if kind == "trainable":
@@ -229,7 +229,7 @@ class CPContext:
         elsewhere.
         """
         ends = torch.from_numpy(np.cumsum(self.layout.response_lengths)).to(rewards.device)
-        starts = torch.from_numpy(self.layout.starts()).to(rewards.device)
+        starts = torch.from_numpy(self.layout.starts).to(rewards.device)
         within = (prefix.last(ends) - starts)[:, None]
         cuts = torch.from_numpy(self.layout.cuts).to(rewards.device)
         low, high = cuts[:, self.own], cuts[:, [p + 1 for p in self.own]]
@@ -257,7 +257,7 @@ class Clock:
     def _cuts(self) -> Tensor:
         """[N, K + 1] the cuts in the full pack."""
         layout = self.cp.layout
-        return torch.from_numpy(layout.cuts + layout.starts()[:, None]).to(self.keep.device)
+        return torch.from_numpy(layout.cuts + layout.starts[:, None]).to(self.keep.device)
 
     @cached_property
     def ticks(self) -> Tensor:

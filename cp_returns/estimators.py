@@ -70,7 +70,7 @@ def discounted_returns(batch: Batch, cp: CPContext, clock: str) -> Shaped[Tensor
 
     def formula(cp: CPContext, kl, token_rewards):
         reward = batch.reward(cp, kl, token_rewards)
-        return (cp.scan(reward, batch.numbers["gamma"], cp.clock(batch.mask, clock), dtype=batch.dtype),)
+        return (cp.scan(reward, batch.numbers["gamma"], batch.clock(cp, clock), dtype=batch.dtype),)
 
     (returns,) = cp.run(formula, batch.inputs, batch.facts)
     return returns
@@ -172,7 +172,7 @@ def advantage_estimates(batch: Batch, cp: CPContext, clock: str) -> GAE:
     """A_j = delta_j + (gamma * lam)^tick_j * A_next of an admitted batch of kl, values and token_rewards."""
 
     def formula(cp: CPContext, kl, values, token_rewards):
-        steps = cp.clock(batch.mask, clock)
+        steps = batch.clock(cp, clock)
         reward = batch.reward(cp, kl, token_rewards).tokens(cp, steps.keep)
         v = values.double()
         decays = [batch.numbers["gamma"] * lam for lam in _lambdas(batch)]

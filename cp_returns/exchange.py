@@ -34,7 +34,7 @@ def cut(full: Tensor, layout: Layout, rank: int) -> Tensor:
     pieces = layout.pieces(rank)
     if layout.cp_size == 1 or not layout.num_samples:
         return full
-    first = (layout.starts()[:, None] + layout.cuts[:, pieces]).ravel()
+    first = (layout.starts[:, None] + layout.cuts[:, pieces]).ravel()
     lengths = layout.piece_lengths[:, pieces].ravel()
     gaps = first - np.concatenate([[0], (first + lengths)[:-1]])
     sizes = np.stack([gaps, lengths], axis=1).ravel().tolist()

@@ -13,6 +13,7 @@ that every rank gets a cheap and a dear piece of causal attention. Contiguous la
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
@@ -43,7 +44,7 @@ class Layout:
     def num_samples(self) -> int:
         return len(self.response_lengths)
 
-    @property
+    @cached_property
     def piece_lengths(self) -> Integers:
         """[N, K] tokens of each piece; many are 0."""
         return self.cuts[:, 1:] - self.cuts[:, :-1]
@@ -58,6 +59,7 @@ class Layout:
         """[N] tokens of each sample that `rank` owns."""
         return self.piece_lengths[:, self.pieces(rank)].sum(axis=1)
 
+    @cached_property
     def starts(self) -> Integers:
         """[N] where each response begins in the full pack."""
         return np.cumsum(self.response_lengths) - self.response_lengths
@@ -65,7 +67,7 @@ class Layout:
     def index(self, rank: int) -> Integers:
         """This rank's positions in the full pack, in the order of its local pack."""
         pieces = self.pieces(rank)
-        first = (self.starts()[:, None] + self.cuts[:, pieces]).ravel()
+        first = (self.starts[:, None] + self.cuts[:, pieces]).ravel()
         lengths = self.piece_lengths[:, pieces].ravel()
         within = np.arange(lengths.sum()) - np.repeat(np.cumsum(lengths) - lengths, lengths)
         return np.repeat(first, lengths) + within
@@ -175,8 +177,7 @@ def _size(cp_size: int) -> int:
 
 
 def _lengths(total_lengths: Sequence[int], response_lengths: Sequence[int]) -> tuple[Integers, Integers]:
-    total = np.asarray(total_lengths, dtype=np.int64).reshape(-1)
-    response = np.asarray(response_lengths, dtype=np.int64).reshape(-1)
+    total, response = _integers("total_lengths", total_lengths), _integers("response_lengths", response_lengths)
     if len(total) != len(response):
         raise CPInputError(
             f"{len(response)} response_lengths for {len(total)} total_lengths; expected one of each a sample"
@@ -192,7 +193,7 @@ def _lengths(total_lengths: Sequence[int], response_lengths: Sequence[int]) -> t
 
 
 def _padded(padded_lengths: Sequence[int], total: Integers, *, divisor: int) -> Integers:
-    padded = np.asarray(padded_lengths, dtype=np.int64).reshape(-1)
+    padded = _integers("padded_lengths", padded_lengths)
     if len(padded) != len(total):
         raise CPInputError(f"{len(padded)} padded_lengths for {len(total)} samples; expected one a sample")
     bad = (padded < total) | (padded % divisor != 0)
@@ -203,3 +204,10 @@ def _padded(padded_lengths: Sequence[int], total: Integers, *, divisor: int) -> 
             f"and a multiple of {divisor} (the pieces of a sample)"
         )
     return padded
+
+
+def _integers(name: str, x: Sequence[int]) -> Integers:
+    array = np.asarray(x).reshape(-1)
+    if array.size and array.dtype.kind not in "iu":
+        raise CPInputError(f"{name} is {x!r:.80}; expected one integer a sample")
+    return array.astype(np.int64)

@@ -5,6 +5,7 @@ trainers hold them.
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
+from numbers import Integral, Real
 from typing import Any
 
 import numpy as np
@@ -170,11 +171,10 @@ class ContextParallelReturns(nn.Module):
             "baselines": baselines,
         }
         numbers = {"gamma": gamma, "lam": lam, "kl_coef": kl_coef}
-        device = next(
-            (x.device for x in loss_masks if isinstance(x, Tensor)), groups.device_of(where.counted[0].all_gather)
-        )
+        device = groups.device_of(where.counted[0].all_gather)
         try:
             self._check_arguments(tokens, samples, numbers)
+            device = next((x.device for x in loss_masks if isinstance(x, Tensor)), device)
             padded = _padded_lengths(padded_lengths, packed_seq_params)
             layout = self._layout(total_lengths, response_lengths, where.size, padded, stream_length)
             packed = {
@@ -183,8 +183,8 @@ class ContextParallelReturns(nn.Module):
             }
             full_mask = _pack("loss_masks", loss_masks, layout.response_lengths, layout.response_lengths, device)
             per_sample = {name: _per_sample(name, x, layout.num_samples, device) for name, x in samples.items()}
-        except CPInputError as error:
-            self._refuse(where, str(error), device)
+        except Exception as error:  # whatever one rank trips over, the others must not wait for it
+            self._refuse(where, _text(error), device)
         cp = CPContext(
             layout,
             where.rank,
@@ -202,7 +202,7 @@ class ContextParallelReturns(nn.Module):
         rank, size = groups.rank_and_size(cp)
         gathers = [Counted(cp)]
         dp: AllGather = alone
-        if dp_group is not None:
+        if dp_group is not None and self.config["group_center"] is not None:
             gathers.append(Counted(groups.given(dp_group)))
             dp = gathers[-1]
         dp_cp = None
@@ -267,8 +267,8 @@ class ContextParallelReturns(nn.Module):
             sizes = {"whiten": MESSAGE}
             steps = [
                 ("agreement", where.cp, "CP rank"),
-                ("group baseline", where.dp, "DP rank"),
-                ("whiten", where.dp_cp, "DP x CP rank"),
+                ("group baseline", where.dp, "in the CP group of DP rank"),
+                ("whiten", where.dp_cp, "in the CP group of DP x CP rank"),
             ]
             for step, all_gather, name in steps[after:]:
                 if all_gather is None or all_gather is alone or (step == "agreement" and where.size == 1):
@@ -290,7 +290,10 @@ class ContextParallelReturns(nn.Module):
         self, cp: CPContext, where: _Groups, packed: dict, full_mask: Tensor, samples: dict, numbers: dict
     ) -> Returns:
         config = self.config
-        batch = self._admit(cp, packed, full_mask, samples, numbers)
+        try:
+            batch = self._admit(cp, packed, full_mask, samples, numbers)
+        except Exception as error:
+            self._refuse(where, _text(error), full_mask.device)
         try:
             returns, advantages = self._estimate(cp, where.dp, batch, samples)
         except CPInputError as error:
@@ -307,8 +310,8 @@ class ContextParallelReturns(nn.Module):
         kl, rewards, problem = packed["kl"], samples["rewards"], None
         if config.kl is not None:
             kl, problem = _approx_kl(cp, packed, full_mask, config)
-        if config.estimator == "remax" and rewards is not None and rewards.shape == samples["baselines"].shape:
-            rewards = rewards - samples["baselines"]
+        if config.estimator == "remax":
+            rewards = (0.0 if rewards is None else rewards) - samples["baselines"]
         tokens = {"kl": kl, "values": packed["values"], "token_rewards": packed["token_rewards"]}
         numbers = (
             {"gamma": 1.0, "kl_coef": 0.0}
@@ -331,9 +334,7 @@ class ContextParallelReturns(nn.Module):
         if batch.facts.problem is not None:
             return batch
         counts = batch.valid_counts
-        kl_sum = torch.zeros((), dtype=torch.float64, device=full_mask.device)
-        if batch.inputs[0] is not None:
-            kl_sum = batch.inputs[0].sum(dtype=torch.float64)
+        kl_sum = batch.totals.get("kl", torch.zeros((), device=full_mask.device))
         sums = [kl_sum, batch.missing.sum(), (counts == 0).sum(), counts.sum()]
         return replace(batch, facts=replace(batch.facts, sums=torch.stack([x.double() for x in sums])))
 
@@ -416,6 +417,10 @@ def _formula_inputs(config: ReturnsConfig) -> tuple[str, ...]:
     return ("kl", "token_rewards") if config.estimator in ("reinforce_plus_plus", "remax") else ("kl",)
 
 
+def _text(error: Exception) -> str:
+    return str(error) if isinstance(error, CPInputError) else f"{type(error).__name__}: {error}"
+
+
 def _is_zero(x: float | Tensor) -> bool:
     return not isinstance(x, Tensor) and x == 0
 
@@ -446,8 +451,8 @@ def _pack(
     """A list of one tensor a sample -> packed; each must have the length that its sample has here."""
     if xs is None:
         return None
-    if isinstance(xs, Tensor) or len(xs) != len(lengths):
-        what = f"a tensor of shape {list(xs.shape)}" if isinstance(xs, Tensor) else f"a list of {len(xs)}"
+    if not isinstance(xs, Sequence) or len(xs) != len(lengths):
+        what = f"a list of {len(xs)}" if isinstance(xs, Sequence) else f"a {type(xs).__name__}"
         raise CPInputError(f"{name} is {what}; expected a list of {len(lengths)} tensors, one a sample")
     for i, (x, length) in enumerate(zip(xs, lengths.tolist(), strict=True)):
         if not isinstance(x, Tensor) or x.dim() != 1 or len(x) != length:
@@ -471,7 +476,12 @@ def _per_sample(name: str, x: Sequence[float] | Tensor | None, samples: int, dev
         shapes = [list(y.shape) for y in x if isinstance(y, Tensor) and y.dim()]
         if shapes:
             raise CPInputError(f"{name} holds a tensor of shape {shapes[0]}; expected one number a sample")
-        x = torch.tensor([y.item() if isinstance(y, Tensor) else y for y in x], dtype=dtype)
+        numbers = [y.item() if isinstance(y, Tensor) else y for y in x]
+        kind, words = (Integral, "an integer") if name == "group_ids" else (Real, "a number")
+        for i, number in enumerate(numbers):
+            if not isinstance(number, kind):
+                raise CPInputError(f"sample {i}, {name} is {number!r}; expected {words}")
+        x = torch.tensor(numbers, dtype=dtype)
     if tuple(x.shape) != (samples,):
         raise CPInputError(f"{name} has shape {list(x.shape)}; expected [{samples}], one number a sample")
     return x.detach().to(device)
