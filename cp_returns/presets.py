@@ -11,7 +11,7 @@ def load(framework: str, estimator: str) -> dict[str, Any]:
     """The ReturnsConfig fields of one framework and estimator. Raises CPInputError naming what there is."""
     import yaml
 
-    folder = files("cp_returns") / "presets"
+    folder = files("cp_returns") / "preset_files"
     if not folder.is_dir():  # an editable install: the presets lie beside the package, not in it
         folder = Path(__file__).parent.parent / "configs" / "presets"
     there = sorted(path.name.removesuffix(".yaml") for path in folder.iterdir() if path.name.endswith(".yaml"))
