@@ -1,6 +1,6 @@
 """Every estimator, strategy and clock on one GPU against the CPU, in simulated ranks: python scripts/smoke_gpu.py
 
-For whoever has a GPU: the tests run without one. Exit code 1 if a result differs by more than 2^-23 of the largest |value|.
+For whoever has a GPU: the tests run without one. Exit code 1 if a result is off by more than 2^-23 of the largest one.
 """
 
 import sys
