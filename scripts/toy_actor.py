@@ -42,6 +42,7 @@ class Settings:
     per_token: bool = True  # Megatron's calculate_per_token_loss
     rope: bool = True
     lr: float = 5e-3
+    adam_eps: float = 1e-5
     seed: int = 1
 
     @property
@@ -97,7 +98,7 @@ def build_actor(settings: Settings) -> Actor:
     )
     _, reference = build()
     config, model = build()
-    ddp, optimizer = toy.build_trainer(config, model, lr=settings.lr)
+    ddp, optimizer = toy.build_trainer(config, model, lr=settings.lr, eps=settings.adam_eps)
     returns_fn = ContextParallelReturns(returns_config(settings))
     return Actor(settings, returns_fn, config, model, reference, ddp, optimizer)
 
@@ -124,15 +125,14 @@ def context(actor: Actor, batch: Batch) -> CPContext:
     return CPContext(layout, group.rank(), over(group))
 
 
-def forward(actor: Actor, model: torch.nn.Module, batch: Batch, cp: CPContext):
-    """(log-probs, values or None) of this rank's response tokens, packed."""
+def forward(actor: Actor, model: torch.nn.Module, batch: Batch, cp: CPContext, packing=None):
+    """(log-probs, values or None) of this rank's response tokens, packed; `packing`: Megatron's packed_seq_params."""
     layout, rank = cp.layout, cp.rank
     tokens = local_grid(batch.tokens, layout, rank)
     positions = local_grid([torch.arange(len(t)) for t in batch.tokens], layout, rank)
-    if actor.settings.packed:
-        rows, packing = 1, packed_seq_params(layout)
-    else:
-        rows, packing = len(batch.tokens), None
+    rows = 1 if actor.settings.packed else len(batch.tokens)
+    if actor.settings.packed and packing is None:
+        packing = packed_seq_params(layout)
     with toy.CudaMeansCpu():
         logits = model(tokens.view(rows, -1), positions.view(rows, -1), None, packed_seq_params=packing)
         log_probs = response_log_probs(logits, batch.responses, layout, rank)
@@ -147,7 +147,7 @@ def packed_seq_params(layout, **dynamic):
     from megatron.core.packed_seq_params import PackedSeqParams
 
     total = torch.from_numpy(layout.total_lengths)
-    padded = torch.from_numpy(layout.piece * len(layout.owners))
+    padded = torch.from_numpy(layout.padded_lengths)
     cu, cu_padded = (torch.nn.functional.pad(x.cumsum(0), (1, 0)).int() for x in (total, padded))
     longest = int(padded.max())
     return PackedSeqParams(
@@ -162,11 +162,11 @@ def packed_seq_params(layout, **dynamic):
     )
 
 
-def score(actor: Actor, batch: Batch, cp: CPContext):
-    """Log-probs of the policy and of the reference and the values of the policy before the update, as lists of shards."""
+def score(actor: Actor, batch: Batch, cp: CPContext, packing=None):
+    """Log-probs of policy and reference and the policy's values before the update, as lists of shards."""
     with torch.no_grad():
-        log_probs, values = forward(actor, actor.model, batch, cp)
-        ref_log_probs, _ = forward(actor, actor.reference, batch, cp)
+        log_probs, values = forward(actor, actor.model, batch, cp, packing)
+        ref_log_probs, _ = forward(actor, actor.reference, batch, cp, packing)
     of_rank = cp.layout.lengths(cp.rank).tolist()
     return [None if x is None else list(x.split(of_rank)) for x in (log_probs, ref_log_probs, values)]
 
@@ -187,7 +187,7 @@ def judge(actor: Actor, batch: Batch, cp: CPContext, log_probs, ref_log_probs, v
         loss_masks=batch.masks,
         total_lengths=batch.total_lengths,
         response_lengths=batch.response_lengths,
-        padded_lengths=(cp.layout.piece * len(cp.layout.owners)).tolist(),
+        padded_lengths=cp.layout.padded_lengths,
     )
     return Experience(log_probs, ref_log_probs, out.advantages, out.returns, values)
 

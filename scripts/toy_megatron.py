@@ -128,6 +128,8 @@ def _free_port() -> int:
 
 def stream_positions(padded_lengths, cp_size: int, rank: int) -> torch.Tensor:
     """The positions of the packed stream that a rank's tokens have under zigzag context parallelism."""
+    if cp_size == 1:
+        return torch.arange(sum(padded_lengths))
     positions, begin = [], 0
     for length in padded_lengths:
         piece = length // (2 * cp_size)

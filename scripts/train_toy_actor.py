@@ -114,29 +114,41 @@ def train(
     dp_rank, each = parallel_state.get_data_parallel_rank(), samples // dp
     mine = slice(dp_rank * each, (dp_rank + 1) * each)
     for step in range(steps):
-        clock = [time.perf_counter()]
-        lap = lambda: clock.append(time.perf_counter())
+        clock = Clock()
         prompts = make_prompts(task, 1000 * settings.seed + step, samples, settings.width, turns, settings.group)
         draws = torch.rand(
-            samples, int(prompts.sampled.sum(1).max()), VOCAB, generator=torch.Generator().manual_seed(step)
+            samples,
+            int(prompts.sampled.sum(1).max()),
+            VOCAB,
+            generator=torch.Generator().manual_seed(10**6 * settings.seed + step),
         )
         part = prompts.part(mine)
         batch = grade(task, part, toy_actor.sample(actor, part, draws[mine]), settings.group, mine.start)
-        lap()
+        clock.lap("sample")
         context = toy_actor.context(actor, batch)
         scores = toy_actor.score(actor, batch, context)
-        lap()
+        clock.lap("score")
         experience = toy_actor.judge(actor, batch, context, *scores)
-        lap()
+        clock.lap("returns")
         for _ in range(settings.updates):
             grad_norm, report = toy_actor.update(actor, batch, experience)
-        lap()
-        seconds = {phase: b - a for phase, a, b in zip(PHASES, clock, clock[1:], strict=False)}
+        clock.lap("update")
         metrics = measure(batch, context, experience)
         if dist.get_rank() == 0:
-            say({"step": step, **metrics, "grad_norm": grad_norm, **report, "seconds": seconds})
+            say({"step": step, **metrics, "grad_norm": grad_norm, **report, "seconds": clock.seconds})
         if rollouts := finished(step, mine.start, batch, context, experience):
             say({"rollouts": rollouts})
+
+
+class Clock:
+    """Seconds since the lap before, by phase."""
+
+    def __init__(self):
+        self.seconds, self.last = {}, time.perf_counter()
+
+    def lap(self, phase: str) -> None:
+        now = time.perf_counter()
+        self.seconds[phase], self.last = now - self.last, now
 
 
 def measure(batch, context, experience) -> dict[str, float]:
@@ -200,8 +212,8 @@ def summary(name: str, metrics: list[dict]) -> str:
     phases = {phase: 1000 * sum(m["seconds"][phase] for m in metrics) / len(metrics) for phase in PHASES}
     share = 100 * phases["returns"] / sum(phases.values())
     return (
-        f"{name}: reward {metrics[0]['reward']:.3f} at first, {mean(first, 'reward'):.3f} -> {mean(last, 'reward'):.3f} "
-        f"(first and last ten steps), exact {mean(first, 'exact'):.3f} -> {mean(last, 'exact'):.3f}; ms a step: "
+        f"{name}: reward {metrics[0]['reward']:.3f} at first, first and last ten steps {mean(first, 'reward'):.3f} -> "
+        f"{mean(last, 'reward'):.3f}, exact {mean(first, 'exact'):.3f} -> {mean(last, 'exact'):.3f}; ms a step: "
         + ", ".join(f"{phase} {ms:.1f}" for phase, ms in phases.items())
         + f" (returns {share:.1f} %)"
     )
