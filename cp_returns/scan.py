@@ -42,8 +42,13 @@ def reverse_scan(
     between a step and the next; default everywhere. Returns float32, or float64 for float64 x. Raises ValueError when
     shapes do not fit.
     """
-    if x.dim() != 1 or sum(lengths) != len(x):
-        raise ValueError(f"x has shape {list(x.shape)}; expected [{sum(lengths)}], the sum of lengths")
+    for name, y in (("x", x), ("step", step), ("tick", tick)):
+        if y is not None and (y.dim() != 1 or sum(lengths) != len(y)):
+            raise ValueError(f"{name} has shape {list(y.shape)}; expected [{sum(lengths)}], the sum of lengths")
+    if isinstance(decay, Tensor):
+        if decay.shape not in ((), (len(lengths),)):
+            raise ValueError(f"decay has shape {list(decay.shape)}; expected [] or [{len(lengths)}], one a segment")
+        decay = decay.detach().double().expand(len(lengths))
     keep = None if step is None else as_bits(step)
     ticks = as_bits(tick) if tick is not None else keep
     if tick is not None and keep is not None:
@@ -220,6 +225,7 @@ def _library(x: Array):
     return np if isinstance(x, np.ndarray) else torch
 
 
+@np.errstate(over="ignore", invalid="ignore")
 def _scan_tile(x: Array, group: Group, starts, decay, scale, impulse, keep, tick, head: Array | None) -> Tile:
     lib = _library(x)
     rows = native(torch.empty(BLOCK, group.num_blocks, dtype=torch.float64, device=getattr(x, "device", None)))
@@ -251,6 +257,7 @@ def _add_impulses(rows: Array, group: Group, starts: np.ndarray, offsets: Tensor
     rows[position % BLOCK, position // BLOCK] += value  # one a segment: no position twice
 
 
+@np.errstate(over="ignore", invalid="ignore")
 def _finish_tile(tile: Tile, out: Tensor) -> None:
     """Let what lies below each block run through its rows; write the tokens to their place in the pack."""
     group, rows, carry = tile.group, tile.rows, tile.below
@@ -266,6 +273,7 @@ def _finish_tile(tile: Tile, out: Tensor) -> None:
     _unstage(staged, group, out)
 
 
+@np.errstate(over="ignore", invalid="ignore")
 def _values_below(rows: Array, gain, group: Group, entering: Array | None) -> Array:
     """[blocks] the y past each block's end: the next block's head, or what enters the segment (default 0).
 
@@ -281,10 +289,15 @@ def _values_below(rows: Array, gain, group: Group, entering: Array | None) -> Ar
     if entering is not None:
         heads[last] += gains[last] * entering
     gains[last] = 0.0
+    # 0 * NaN and 0 * inf are NaN: where some occur, what lies past a segment's end is left out, not multiplied by 0.
+    finite = lib is np and np.isfinite(np.abs(heads).sum())
+    behind = None if finite else np.repeat(group.last, group.blocks[group.some]) - np.arange(n)
     product = lib.empty_like(rows[0])
     reach = 1
     while reach < longest:
         lib.multiply(gains[:n], heads[reach : reach + n], out=product)
+        if behind is not None:
+            product = lib.where(_like(behind >= reach, rows), product, 0.0)
         lib.multiply(gains[:n], gains[reach : reach + n], out=other[:n])
         heads[:n] += product
         gains, other = other, gains
@@ -345,10 +358,10 @@ def _per_block(value: PerSegment, group: Group) -> Any:
     """A value per segment -> one per block of the group; a float stays a float."""
     if not isinstance(value, Tensor):
         return float(value)
-    if value.is_cuda:
-        counts = _like(group.blocks, value)
-        return value[group.segments].repeat_interleave(counts, output_size=group.num_blocks)
-    return np.repeat(value.numpy()[group.segments], group.blocks)
+    value = native(value)[group.segments]
+    if isinstance(value, np.ndarray):
+        return np.repeat(value, group.blocks)
+    return value.repeat_interleave(_like(group.blocks, value), output_size=group.num_blocks)
 
 
 def _decays(decay: Any, ticks: Array) -> Array:
