@@ -16,15 +16,16 @@ PACKAGE = ROOT / "cp_returns"
 # A module imports only from lower levels, also inside functions.
 LEVELS = [
     {"errors"},
-    {"layout", "reference", "collectives", "kl", "masks", "presets", "_scan_triton"},
+    {"layout", "reference", "collectives", "kl", "masks", "presets", "diagnose", "_scan_triton"},
     {"scan", "agreement", "groups"},
     {"exchange", "baselines", "whiten"},
     {"context"},
     {"admission"},
     {"estimators", "log_probs", "loss"},
-    {"config", "simulate", "rollouts", "pictures"},
-    {"module"},
-    {"scenario", "check", "compat.slime"},
+    {"config", "simulate", "rollouts", "pictures", "diagnose"},
+    {"module", "view", "batches"},
+    {"scenario", "batches", "view", "compat.slime"},
+    {"check"},
     {"terminal"},
     {"cli", "pytest_plugin"},
 ]
