@@ -1,23 +1,28 @@
-"""The command `cp-returns`: simulate rollouts on n ranks, and show who owns which token.
+"""The command `cp-returns`: simulate rollouts on n ranks, check your own code, and show who owns which token.
 
-Exit codes: 0 all well, 1 the ranks disagree, 2 a bad call or bad input (then nothing has been written).
+Exit codes: 0 all well, 1 the ranks disagree, 2 a bad call or bad input (then nothing has been written), 3 ranks of
+`check` hang.
 """
 
 import argparse
+import importlib
 import json
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from cp_returns import scenario
+from cp_returns.batches import hard_batch
+from cp_returns.check import CheckError, check_cp_invariance
+from cp_returns.check import Report as CheckReport
 from cp_returns.errors import CPInputError
 from cp_returns.layout import Layout
 from cp_returns.rollouts import RolloutError, Rollouts, read
 from cp_returns.scenario import CHOICES, Report, Scenario, ScenarioError, make_layout
 from cp_returns.simulate import RankFailure, under_torchrun
 
-OK, DIFFER, BAD_CALL = 0, 1, 2
+OK, DIFFER, BAD_CALL, HANG = 0, 1, 2, 3
 EXTRAS = ("rich", "yaml", "matplotlib")
 
 
@@ -30,7 +35,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = _parser().parse_args(argv)
     try:
         return args.command(args)
-    except (ScenarioError, RolloutError, CPInputError, UsageError) as error:
+    except (ScenarioError, RolloutError, CPInputError, CheckError, UsageError) as error:
         return _refuse(str(error), BAD_CALL)
     except RankFailure as failure:
         bad_input = isinstance(failure.outcomes[failure.first].error, CPInputError)
@@ -63,6 +68,21 @@ def _parser() -> argparse.ArgumentParser:
     simulate.add_argument("--timeout", type=_positive, default=300, metavar="SECONDS", help="bound on the ranks' work")
     simulate.set_defaults(command=_simulate)
 
+    check = commands.add_parser("check", help="does your own function give on n ranks what it gives on one?")
+    check.add_argument("function", metavar="PACKAGE.MODULE:FUNCTION", help="fn(view); see cp_returns.check")
+    check.add_argument("--rollouts", metavar="FILE", help="rollout file, in place of a made-up batch of hard samples")
+    check.add_argument("--ref", help="which reference log-probs of the file")
+    check.add_argument("--cp", type=_sizes, default=(1, 2, 4), metavar="1,2,4", help="context-parallel sizes")
+    check.add_argument("--dp", type=_sizes, default=(1,), metavar="1,2", help="data-parallel sizes")
+    check.add_argument("--layout", choices=CHOICES["layout"], default="zigzag")
+    check.add_argument("--multiple", type=_positive, default=1, help="pad to a multiple of pieces * this (default 1)")
+    check.add_argument("--run", choices=("threads", "processes"), default="threads", help="processes: gloo, Megatron")
+    check.add_argument("--gradients", action="store_true", help="compare gradients of the loss by log_probs too")
+    check.add_argument("--rtol", type=float, default=1e-5, help="of the largest number of a sample (default 1e-5)")
+    check.add_argument("--timeout", type=_positive, default=60, metavar="SECONDS", help="bound on each (dp, cp)")
+    check.add_argument("--out", type=Path, metavar="DIR", help="write report.txt, differences.png, worst_sample.png")
+    check.set_defaults(command=_check)
+
     layout = commands.add_parser("layout", help="show who owns which token of one sample")
     layout.add_argument("--total", type=_positive, required=True, help="tokens of prompt and response")
     layout.add_argument("--response", type=_positive, required=True, help="tokens of the response")
@@ -78,6 +98,10 @@ def _positive(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
     return int(text)
+
+
+def _sizes(text: str) -> tuple[int, ...]:
+    return tuple(_positive(part) for part in text.split(","))
 
 
 # simulate
@@ -145,6 +169,74 @@ def _telling(layout: Layout) -> int:
     """The sample to draw: cut into as many pieces as possible, and of those the shortest."""
     pieces = (layout.piece_lengths > 0).sum(axis=1)
     return max(range(layout.num_samples), key=lambda i: (pieces[i], -layout.response_lengths[i]))
+
+
+# check
+
+
+def _check(args: argparse.Namespace) -> int:
+    from cp_returns.terminal import print_check, progress_bar
+
+    fn = _function(args.function)
+    if args.out is not None:
+        _writable(args.out)
+    batch = read(args.rollouts, ref=args.ref) if args.rollouts else hard_batch()
+    with progress_bar() as tick:
+        report = check_cp_invariance(
+            fn,
+            batch,
+            cp_sizes=args.cp,
+            dp_sizes=args.dp,
+            layout=lambda total, response, cp: make_layout(args.layout, total, response, cp, multiple=args.multiple),
+            run=args.run,
+            rtol=args.rtol,
+            gradients=args.gradients,
+            timeout=float(args.timeout),
+            tick=lambda done, total: tick("dp x cp", done, total),
+        )
+    title = f"{args.function}, {args.layout}: {batch.num_samples} samples, {sum(batch.response_lengths):,} tokens"
+    print_check(f"{title}; {batch.note}", report)
+    if args.out is not None:
+        _write_check(args.out, f"{args.function}, {args.layout}", report)
+    return HANG if report.hangs else OK if report.agrees else DIFFER
+
+
+def _function(name: str) -> Callable:
+    """package.module:function, found as `python -m` finds modules: from the current directory too."""
+    module, _, path = name.partition(":")
+    if not module or not path:
+        raise UsageError(f"{name!r} is no function; expected package.module:function")
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())
+    try:
+        found = importlib.import_module(module)
+    except Exception as error:  # whatever runs when a user's module is imported
+        raise UsageError(f"{module} cannot be imported: {type(error).__name__}: {error}") from error
+    for part in path.split("."):
+        found = getattr(found, part, None)
+    if not callable(found):
+        raise UsageError(f"{module} has no function {path}")
+    return found
+
+
+def _write_check(out: Path, title: str, report: CheckReport) -> None:
+    from cp_returns.pictures import differences_png, sample_png
+
+    files = {"report.txt": f"{report}\n".encode()}
+    if report.worst is not None:
+        world, name = report.worst
+        case, at = world.outputs[name], world.outputs[name].at
+        title = f"{title}: {name}, dp {world.dp_size} x cp {world.cp_size}"
+        ranks = [f"dp {d}, cp {r}" for d in range(world.dp_size) for r in range(world.cp_size)]
+        files["differences.png"] = differences_png(case.excess, at.world_rank, at.sample, ranks, title=title)
+        worst = at.sample == at.sample[case.excess.argmax()] if len(case.excess) else at.sample == 0
+        one = (x[worst] for x in (case.expected, case.got, at.rank, at.piece, case.off))
+        sample = int(at.sample[worst][0]) if worst.any() else 0
+        files["worst_sample.png"] = sample_png(*one, title=f"{title}, sample {sample}")
+    out.mkdir(parents=True, exist_ok=True)
+    for name, content in files.items():
+        (out / name).write_bytes(content)
+    print(f"wrote {', '.join(str(out / name) for name in files)}")
 
 
 # layout

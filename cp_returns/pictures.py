@@ -1,4 +1,5 @@
-"""Pictures for people who debug context parallelism: who owns which token, and one response's returns by owner.
+"""Pictures for people who debug context parallelism: who owns which token, one response's returns by owner, and where
+the ranks differ from one rank.
 
 matplotlib belongs to the `cli` extra and is imported by the functions. Each returns the bytes of a PNG.
 """
@@ -113,6 +114,98 @@ def returns_png(
         fontsize=9,
     )
     return _png(figure)
+
+
+def differences_png(
+    excess: np.ndarray, rank: np.ndarray, sample: np.ndarray, ranks: Sequence[str], *, title: str = ""
+) -> bytes:
+    """Where a batch differs from one rank: tokens of the pack across, one row a rank, coloured by how much.
+
+    excess: each token's difference over what is allowed, so that 1 is the border; NaN where a number is none. rank: the
+    row that owns the token. Many tokens share a column, which shows the largest of each rank.
+    """
+    from matplotlib.colors import LogNorm
+
+    columns = min(1200, max(1, len(excess)))
+    column = np.arange(len(excess)) * columns // max(1, len(excess))
+    finite = np.where(np.isfinite(excess), excess, 0.0)
+    grid = np.full((len(ranks), columns), -1.0)  # -1: no token of this rank
+    np.maximum.at(grid, (rank, column), finite)
+    figure, (axis,) = _figure(1, height=1.9 + 0.36 * len(ranks))
+    # "under" is any number that agrees; what a rank does not own stays white
+    shades = _shades("#d8e4ee")
+    norm = LogNorm(1.0, max(10.0, float(finite.max(initial=0.0))))
+    shown = np.ma.masked_where(grid < 0, np.maximum(grid, 1e-9))
+    mesh = axis.pcolormesh(
+        np.linspace(0, len(excess), columns + 1), np.arange(len(ranks) + 1), shown, cmap=shades, norm=norm
+    )
+    bad = np.flatnonzero(~np.isfinite(excess))
+    axis.plot(bad + 0.5, rank[bad] + 0.5, "x", color="#c000c0", markersize=4, label="NaN or inf")
+    starts = np.flatnonzero(np.diff(sample, prepend=-1))
+    labelled = -1.0
+    for start in starts:
+        axis.axvline(start, color="#666666", lw=0.5)
+        if labelled < 0 or start - labelled > 0.025 * len(sample):
+            at = {"xytext": (2, 2), "textcoords": "offset points", "fontsize": 7, "color": "#444444"}
+            axis.annotate(str(sample[start]), (start, 0), **at)
+            labelled = float(start)
+    axis.set_yticks(np.arange(len(ranks)) + 0.5, ranks)
+    axis.set_ylim(len(ranks), 0)
+    axis.set_xlabel(
+        "response tokens of the batch, sample after sample (its number above; pale: agrees; white: not this rank's)"
+    )
+    axis.set_title(title, loc="left", fontsize=10, pad=14, parse_math=False)
+    if len(bad):
+        axis.legend(loc="upper right", fontsize=8)
+    figure.colorbar(mesh, ax=axis, label="difference / allowed", extend="min", pad=0.01)
+    return _png(figure)
+
+
+def sample_png(
+    expected: np.ndarray, got: np.ndarray, rank: np.ndarray, piece: np.ndarray, off: np.ndarray, *, title: str = ""
+) -> bytes:
+    """One response: its numbers from many ranks over those from one, by owner, and below their difference.
+
+    off: which tokens differ by more than is allowed; a cross on the axis stands for NaN or inf.
+    """
+    figure, (upper, lower) = _figure(2, height=5.2)
+    ink = colours(int(rank.max(initial=0)) + 1)
+    tokens = np.arange(len(expected))
+    of_rank = np.array(ink)[rank]
+    upper.plot(tokens, expected, color="#444444", lw=1.2, label="one rank")
+    for r in np.unique(rank):
+        mine = rank == r
+        upper.plot(tokens[mine], got[mine], ".", color=ink[r], markersize=6, label=f"rank {r}")
+    finite = np.isfinite(got - expected)
+    lower.vlines(tokens[finite], 0, (got - expected)[finite], colors=of_rank[finite], lw=2)
+    for axis in (upper, lower):
+        bad = tokens[~np.isfinite(got)]
+        axis.plot(bad, np.zeros(len(bad)), "x", color="#c000c0", markersize=5, label="NaN or inf" if len(bad) else None)
+        for start in np.flatnonzero(np.diff(piece)) + 0.5:
+            axis.axvline(start, color="#bbbbbb", lw=0.8, ls="--", zorder=0)
+        if off.any():
+            axis.axvline(tokens[off][0], color="#d00000", lw=1.0, alpha=0.7, zorder=0)
+    for start in np.flatnonzero(np.diff(piece, prepend=-1)):
+        label = f"piece {piece[start]}"
+        lower.annotate(
+            label, (start - 0.4, 1), (0, 3), xycoords=("data", "axes fraction"), textcoords="offset points", fontsize=7
+        )
+    lower.axhline(0, color="#444444", lw=0.8)
+    lower.sharex(upper)
+    upper.tick_params(labelbottom=False)
+    upper.set_title(title, loc="left", fontsize=10, parse_math=False)
+    upper.set_ylabel("value")
+    lower.set_ylabel("difference")
+    lower.set_xlabel("response token (red line: the first that differs; dashed: borders of pieces)")
+    upper.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0), frameon=False, fontsize=9)
+    return _png(figure)
+
+
+def _shades(under: str):
+    """Yellow to dark red, and one colour for what is below the scale."""
+    from matplotlib import colormaps
+
+    return colormaps["YlOrRd"].with_extremes(under=under)
 
 
 def _readable(background: str) -> str:

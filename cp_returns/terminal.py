@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from cp_returns import check
 from cp_returns.layout import Layout
 from cp_returns.pictures import colours, positions, response_span
 from cp_returns.rollouts import Rollouts
@@ -131,3 +132,34 @@ def print_layout(layout: Layout, title: str) -> None:
     for rank in range(layout.cp_size):
         count = int(layout.lengths(rank)[0])
         console.print(Text(f"rank {rank}: {count or 'no'} tokens", style=ink[rank] if count else "dim"))
+
+
+def print_check(title: str, report: "check.Report") -> None:
+    """One row for each (dp, cp) and output, then what was found, in full."""
+    console = _console()
+    console.print(title, highlight=False, soft_wrap=True)
+    table = Table(box=box.SIMPLE_HEAD, caption="largest: difference from one rank, over what is allowed")
+    for column in ("dp", "cp", "output", "compared", "differ", "largest", "seconds", "verdict"):
+        table.add_column(column, justify="left" if column in ("output", "verdict") else "right", no_wrap=True)
+    for world in report.worlds:
+        found = {finding.output: finding for finding in world.findings}
+        rows = dict.fromkeys([*world.outputs, *found]) or {None: None}
+        for number, name in enumerate(rows):
+            case, finding = world.outputs.get(name), found.get(name)
+            sizes = (str(world.dp_size), str(world.cp_size)) if number == 0 else ("", "")
+            differ = finding.differ if finding else int(case.off.sum()) if case else 0
+            reference = "one rank" if (world.dp_size, world.cp_size) == (1, 1) else "agrees"
+            table.add_row(
+                *sizes,
+                name or "",
+                f"{len(case.off):,}" if case else f"{finding.compared:,}" if finding and finding.output else "",
+                f"{differ:,}" if name else "",
+                f"{case.excess.max(initial=0.0):.2g}" if case else "",
+                f"{world.seconds:.2f}" if number == 0 else "",
+                Text(finding.kind, style="bold red") if finding else Text(reference, style="green"),
+            )
+    console.print(table)
+    verdict = "[green]agrees[/green]" if report.agrees else "[bold red]DIFFERS[/bold red]"
+    console.print(f"the function {verdict} with one rank (ranks in {report.run})", highlight=False)
+    if not report.agrees:
+        console.print(Text("\n" + "\n\n".join(str(report).split("\n\n")[1:])), soft_wrap=True)
