@@ -44,6 +44,11 @@ class Layout:
     def num_samples(self) -> int:
         return len(self.response_lengths)
 
+    @property
+    def padded_lengths(self) -> Integers:
+        """[N] positions of each sample on all ranks together, as in `cu_seqlens_q_padded` (not for contiguous_pack)."""
+        return np.diff(self.grid_begin, append=self.grid_length) * self.cp_size
+
     @cached_property
     def piece_lengths(self) -> Integers:
         """[N, K] tokens of each piece; many are 0."""
@@ -141,18 +146,19 @@ def contiguous_pack(
 
 def _per_sample(total_lengths, response_lengths, owners: Integers, multiple: int, padded_lengths) -> Layout:
     total, response = _lengths(total_lengths, response_lengths)
+    size = int(owners.max()) + 1
     if multiple < 1:
         raise CPInputError(f"multiple is {multiple}; expected at least 1")
     if padded_lengths is None:
         unit = len(owners) * multiple
         padded = -(-total // unit) * unit
     else:
-        padded = _padded(padded_lengths, total, divisor=len(owners))
-    size = int(owners.max()) + 1
+        padded = _padded(padded_lengths, total, divisor=len(owners) if size > 1 else 1)
     # One rank holds the sample as it is: nothing pads it to two pieces.
     held = -(-total // multiple) * multiple if size == 1 and padded_lengths is None else padded // size
     grid_begin = np.cumsum(held) - held
-    return _cut(total, response, owners, padded // len(owners), np.zeros_like(total), grid_begin, int(held.sum()))
+    piece = -(-padded // len(owners))  # one rank's need not be even
+    return _cut(total, response, owners, piece, np.zeros_like(total), grid_begin, int(held.sum()))
 
 
 def _cut(
