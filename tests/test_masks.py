@@ -1,0 +1,77 @@
+"""Counts and places in a packed mask, against looking at every token."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cp_returns import reference
+from cp_returns.masks import Prefix, turn_ends
+
+# runs as well as single tokens, so that whole 64-bit words are 0 and 1
+MASKS = st.lists(st.tuples(st.booleans(), st.integers(1, 20)), max_size=8).map(
+    lambda runs: [value for value, n in runs for _ in range(n)]
+)
+
+
+@given(MASKS)
+def test_counts_and_last_places_at_every_position(mask):
+    prefix = Prefix(torch.tensor(mask, dtype=torch.bool))
+    positions = torch.arange(len(mask) + 1)
+    assert prefix.before(positions).tolist() == [sum(mask[:end]) for end in range(len(mask) + 1)]
+    last = prefix.last(positions).tolist()
+    for end in range(len(mask) + 1):
+        valid = [j for j in range(end) if mask[j]]
+        if valid:
+            assert last[end] == valid[-1]
+        else:
+            assert 0 <= last[end] <= len(mask)  # any, but one that can be looked at
+
+
+@given(MASKS, st.data())
+def test_positions_in_any_order_and_number(mask, data):
+    prefix = Prefix(torch.tensor(mask, dtype=torch.bool))
+    positions = data.draw(st.lists(st.integers(0, len(mask)), max_size=9))
+    got = prefix.before(torch.tensor(positions, dtype=torch.long))
+    assert got.tolist() == [sum(mask[:end]) for end in positions]
+    assert got.dtype == torch.int64
+
+
+def test_counts_do_not_saturate():
+    """I73: a running sum in a small dtype stops; a byte's holds 255, a bfloat16's 256."""
+    prefix = Prefix(torch.ones(100_003, dtype=torch.bool))
+    assert prefix.before(torch.tensor([100_003, 1000, 257])).tolist() == [100_003, 1000, 257]
+    assert prefix.last(torch.tensor([100_003, 1000])).tolist() == [100_002, 999]
+
+
+def test_a_lone_token_at_each_place_of_a_word():
+    for n in (1, 7, 8, 9, 63, 64, 65):
+        for at in range(n):
+            prefix = Prefix(torch.arange(n) == at)
+            assert prefix.last(torch.tensor([n])).item() == at
+            assert prefix.before(torch.tensor([at, at + 1])).tolist() == [0, 1]
+
+
+@pytest.mark.parametrize("strided", [False, True])
+def test_the_mask_is_left_as_it_is(strided):
+    mask = torch.tensor([True, False] * 20)
+    given_ = mask[::2] if strided else mask
+    before = given_.clone()
+    prefix = Prefix(given_)
+    assert prefix.before(torch.tensor([20])).item() == (20 if strided else 10)
+    turn_ends(given_, np.array([len(given_)]))
+    assert torch.equal(given_, before)
+
+
+@given(st.lists(MASKS, max_size=5))
+def test_turn_ends_are_the_ticks_of_the_turn_clock(masks):
+    """Also where one response ends on a valid token and the next begins with one, or has no tokens."""
+    pack = torch.tensor([v for mask in masks for v in mask], dtype=torch.bool)
+    ends = turn_ends(pack, np.array([len(mask) for mask in masks], dtype=np.int64))
+    expected = []
+    for mask in masks:
+        step, tick = reference.clock_of(mask, "turn")
+        expected += [bool(s and t) for s, t in zip(step, tick, strict=True)]
+    assert ends.tolist() == expected
+    assert ends.dtype == torch.bool
