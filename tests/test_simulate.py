@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from cp_returns import simulate
 from cp_returns.simulate import RankDied, RankFailure, RankHung, group_ranks, in_processes, in_threads, run
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -27,8 +28,8 @@ def ranks_seen(rank, all_gather):
 @WAYS
 def test_ranks_are_numbered_as_megatron_numbers_them(way):
     results = way(ranks_seen, 6, cp_size=3)
-    assert results[0] == [[0, 1, 2, 3, 4, 5], [0, 1, 2], [0, 3], (0, 3, 0, 2)]
-    assert results[4] == [[0, 1, 2, 3, 4, 5], [3, 4, 5], [1, 4], (1, 3, 1, 2)]
+    assert results[2] == [[0, 1, 2, 3, 4, 5], [0, 1, 2], [2, 5], (2, 3, 0, 2)]
+    assert results[3] == [[0, 1, 2, 3, 4, 5], [3, 4, 5], [0, 3], (0, 3, 1, 2)]
     assert way(ranks_seen, 1) == [[[0], [0], [0], (0, 1, 0, 1)]]
 
 
@@ -130,6 +131,22 @@ def test_a_killed_process_is_named_with_its_signal():
     assert (caught.value.first, caught.value.kind) == (1, "died")
     assert isinstance(caught.value.outcomes[1].error, RankDied)
     assert caught.value.outcomes[1].collectives == 1
+
+
+def test_a_failure_does_not_wait_for_ranks_that_are_busy(monkeypatch):
+    """The others get PATIENCE seconds, not the whole time."""
+    monkeypatch.setattr(simulate, "PATIENCE", 1.0)
+
+    def fn(rank, all_gather):
+        if rank == 0:
+            raise ValueError("boom")
+        time.sleep(60)
+
+    start = time.monotonic()
+    with pytest.raises(RankFailure, match="rank 0: ValueError: boom") as caught:
+        in_processes(fn, 2, timeout=60)
+    assert time.monotonic() - start < 20
+    assert (caught.value.first, caught.value.kind) == (0, "raised")
 
 
 def test_nothing_is_left_behind():
