@@ -43,6 +43,7 @@ class Settings:
     rope: bool = True
     lr: float = 5e-3
     adam_eps: float = 1e-5
+    clip_grad: float = 1.0
     seed: int = 1
 
     @property
@@ -98,7 +99,9 @@ def build_actor(settings: Settings) -> Actor:
     )
     _, reference = build()
     config, model = build()
-    ddp, optimizer = toy.build_trainer(config, model, lr=settings.lr, eps=settings.adam_eps)
+    ddp, optimizer = toy.build_trainer(
+        config, model, lr=settings.lr, eps=settings.adam_eps, clip_grad=settings.clip_grad
+    )
     returns_fn = ContextParallelReturns(returns_config(settings))
     return Actor(settings, returns_fn, config, model, reference, ddp, optimizer)
 

@@ -215,3 +215,24 @@ def run_schedule(actor, forward_step, steps, count: int) -> None:
             micro_batch_size=1,
             forward_only=False,
         )
+
+
+# ---- the README's actor
+
+
+def readme_step(block: str, cp: int) -> dict:
+    """One train_step of the README's code: its gradients."""
+    toy.init_groups(cp)
+    names = {}
+    exec(compile(block, "README.md", "exec"), names)
+    actor, whole = build(Settings(width=WIDTH)), batch()
+    given = {
+        "tokens": whole.tokens,
+        "responses": whole.responses,
+        "rewards": whole.rewards,
+        "loss_masks": whole.masks,
+    }
+    with toy.CudaMeansCpu():
+        out = names["train_step"](actor.ddp, actor.reference, actor.optimizer, given, WIDTH)
+    assert [len(x) for x in out.advantages] == [len(x) for x in out.masks]
+    return toy.full_gradients(actor.model)

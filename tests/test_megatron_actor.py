@@ -19,8 +19,9 @@ from toy_actor import Settings
 
 F32, F64 = torch.float32, torch.float64
 WORLDS = {"cp2": (2, 1, 1), "cp4": (4, 1, 1), "cp2dp2": (2, 2, 1), "tp2cp2": (2, 1, 2), "cp4dp2": (4, 2, 1)}
-# A small adam_eps would turn rounding into steps, and the second gradient would show Adam, not the loss.
-BASE = Settings(width=ranks_do.WIDTH, updates=2, lr=3e-2, adam_eps=1e-3)
+# A small adam_eps would turn rounding into steps, and Megatron clips by a norm in float32: the second gradient would
+# show the optimizer, not the loss.
+BASE = Settings(width=ranks_do.WIDTH, updates=2, lr=3e-2, adam_eps=1e-3, clip_grad=0.0)
 RF = replace(BASE, estimator="reinforce_plus_plus")
 CASES = {
     **{(estimator, F32): replace(BASE, estimator=estimator) for estimator in ranks_do.ESTIMATORS},
@@ -103,4 +104,14 @@ def test_micro_batches_with_cp_sizes_2_1_1_in_one_step():
     settings = Settings(width=ranks_do.WIDTH, rope=False)
     ((expected, _),) = toy.run_ranks(ranks_do.gradients, 1, (1, 1, 1), [(settings, F32, None)])[0][0]
     for gradient in toy.run_ranks(ranks_do.dynamic, 2, rows):
+        assert largest_difference(gradient, expected) <= 1e-6
+
+
+def test_the_readme_block_runs_and_is_invariant():
+    readme = (Path(__file__).resolve().parent.parent / "README.md").read_text()
+    section = readme.split("## In your actor (Megatron)")[1]
+    block = section.split("```python\n")[1].split("```")[0]
+    (expected,) = toy.run_ranks(ranks_do.readme_step, 1, block, 1)
+    assert largest(expected) > 1e-2
+    for gradient in toy.run_ranks(ranks_do.readme_step, 2, block, 2):
         assert largest_difference(gradient, expected) <= 1e-6
