@@ -99,6 +99,8 @@ def ours(framework, estimator, batch, numbers=None, **changes):
     numbers = NUMBERS | (numbers or {})
     if config.gamma is not None:  # the preset fixes it
         numbers = {k: v for k, v in numbers.items() if k != "gamma"}
+    if config.lam_alpha is not None:  # in place of lam
+        numbers = {k: v for k, v in numbers.items() if k != "lam"}
     rows = lambda x: [torch.tensor(row, dtype=torch.float64) for row in x]
     lengths = [len(m) for m in batch.masks]
     inputs = {"rewards": batch.rewards, "loss_masks": rows(batch.masks)}
