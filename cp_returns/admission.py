@@ -15,9 +15,11 @@ from jaxtyping import Bool, Float64, Int8, Int64, Shaped
 from torch import Tensor
 
 from cp_returns.agreement import Check, Facts, Problem
-from cp_returns.context import Clock, CPContext, Inputs, PerSample, Reward
+from cp_returns.arrays import like, native, tensor
+from cp_returns.clocks import Clock, clock
+from cp_returns.context import CPContext, Inputs, PerSample, Reward
 from cp_returns.masks import Prefix
-from cp_returns.scan import as_bits, native, result_dtype, select
+from cp_returns.scan import as_bits, result_dtype, select
 
 _FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 _DTYPES = (*_FLOATS, torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
@@ -46,7 +48,8 @@ class Batch:
 
     def clock(self, cp: CPContext, kind: str) -> Clock:
         """The steps and ticks of the tokens that a formula sees: this rank's, or those of whole responses."""
-        return cp.clock(self.mask, kind, as_bits(self.mask) if cp.holds_all else self.keep)
+        keep = as_bits(self.mask) if cp.holds_all else self.keep
+        return clock(cp.layout, cp.rank, self.mask, kind, keep)
 
     def reward(self, cp: CPContext, kl: Tensor | None, token_rewards: Tensor | None) -> Reward:
         """r_j = -kl_coef * kl_j + token_reward_j on valid tokens, and the scalar reward at the last valid token."""
@@ -141,14 +144,15 @@ def admit(
             continue
         here = as_bits(cp.spread(kept)) if key in unselected else keep
         value = select(value.detach(), here)
-        totals[key] = value.sum(dtype=torch.float64)
+        totals[key] = value.sum(dtype=value.dtype if value.dtype in _FLOATS[2:] else torch.float32)
         if nonfinite == "error":
             checks += _tokens_finite(cp, key, value, totals[key])
         if key == "token_rewards":
             checks.append(_masked_rewards(cp, tokens[key].detach(), original))
         inputs.append(value)
     prefix = Prefix(mask)
-    upto = prefix.before(torch.from_numpy(np.cumsum(layout.response_lengths)).to(device))
+    ends = like(np.cumsum(layout.response_lengths), native(mask))
+    upto = tensor(prefix.before(ends))
     return Batch(
         replace(facts, data=data, checks=checks),
         tuple(inputs),
@@ -247,7 +251,7 @@ def _mask(full_mask: Tensor, layout) -> tuple[Tensor, list[Check]]:
 
     if full_mask.dtype in _FLOATS or not len(full_mask):
         whole = native(full_mask.float()) == native(mask)
-        return mask, [Check(~whole.all(), find)]
+        return mask, [Check(torch.as_tensor(~whole.all()), find)]
     low, high = full_mask.aminmax()
     return mask, [Check((low < 0) | (high > 1), find)]
 

@@ -4,7 +4,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from cp_returns.context import CLOCKS, carry, gather
+from cp_returns.clocks import CLOCKS
+from cp_returns.context import carry, gather
 from cp_returns.errors import CPInputError
 from cp_returns.estimators import MASKED_VALUES
 from cp_returns.layout import contiguous, contiguous_pack, zigzag
@@ -108,10 +109,16 @@ class ReturnsConfig:
             raise CPInputError(
                 "masked_values is 'use'; expected clock 'token', the only one for which a masked token is a step"
             )
-        if self.group_center is None and self["group_center"] is None:
-            for name in _GROUP:
-                if getattr(self, name) is not None:
-                    raise CPInputError(f"{name} is {getattr(self, name)!r}, which is not used without group_center")
+        for names, unused, why in (
+            (_GROUP, self["group_center"] is None, "without group_center"),
+            (("group_ddof", "group_eps"), self["group_scale"] == "none", "with group_scale 'none'"),
+            (("whiten_ddof", "whiten_eps", "whiten_eps_mode"), self.whiten_scale is False, "with whiten_scale=False"),
+            (("kl_clamp",), self.kl is None, "without kl, the estimator of the KL"),
+            (("lam",), self.lam_alpha is not None, "with lam_alpha, which takes its place"),
+        ):
+            for name in names:
+                if unused and getattr(self, name) is not None:
+                    raise CPInputError(f"{name} is {getattr(self, name)!r}, which is not used {why}")
 
     def defaults(self) -> dict[str, object]:
         """The options that are used, with their defaults."""

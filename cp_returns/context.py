@@ -11,13 +11,14 @@ from torch import Tensor
 
 from cp_returns import exchange
 from cp_returns.agreement import Facts, agree
+from cp_returns.arrays import Array, library, like, native, tensor
+from cp_returns.clocks import Clock
 from cp_returns.collectives import AllGather, alone, call
 from cp_returns.errors import CPInputError
 from cp_returns.layout import Layout, contiguous
-from cp_returns.masks import Prefix, turn_ends
-from cp_returns.scan import as_bits, begin, finish, scan, select
+from cp_returns.masks import Prefix
+from cp_returns.scan import begin, finish, scan, select
 
-CLOCKS = ("token", "trainable", "turn")
 Formula = Callable[..., tuple[Tensor, ...]]
 Inputs = tuple[Tensor | None, ...]
 PerSample = float | Float64[Tensor, " samples"]
@@ -114,9 +115,7 @@ class CPContext:
         known = [x for x in (*inputs, *facts.data.values()) if x is not None]
         return known[0].device if known else torch.device("cpu")
 
-    def scan(
-        self, reward: "Reward", decay: PerSample, clock: "Clock", *, dtype: torch.dtype
-    ) -> Shaped[Tensor, " local"]:
+    def scan(self, reward: "Reward", decay: PerSample, clock: Clock, *, dtype: torch.dtype) -> Shaped[Tensor, " local"]:
         """y_j = x_j + decay^tick_j * y_next over the steps of the clock, through all pieces of all ranks."""
         how = {
             "scale": self.by_segment(reward.scale),
@@ -129,7 +128,7 @@ class CPContext:
         begun = begin(reward.dense, self.segments, self.by_segment(decay), **how)
         (first,) = self.exchange([begun.heads])
         gain = exchange.power(decay, clock.ticks)
-        entering = exchange.chain(first, gain, first.new_zeros(len(first)))
+        entering = tensor(exchange.chain(first, gain))
         return finish(begun, entering[:, self.own].reshape(-1), dtype=dtype)
 
     @property
@@ -143,7 +142,7 @@ class CPContext:
         values: Float64[Tensor, " local"],
         decays: "list[PerSample]",
         gamma: PerSample,
-        clock: "Clock",
+        clock: Clock,
         bootstrap: "Float64[Tensor, ' samples'] | None",
     ) -> list[Float64[Tensor, " local"]]:
         """For each decay, y_j = r_j + gamma^tick_j * V_next - V_j + decay^tick_j * y_next over the steps of the clock.
@@ -165,7 +164,7 @@ class CPContext:
             return [scan(delta, self.segments, decay, **how) for decay in own]
         begun = [begin(delta, self.segments, decay, keep=clock.keep, tick=clock.inner_tick) for decay in own]
         firsts = [one.heads for one in begun] + [_heads(here, self.segments)]
-        *first, value = firsts if self.holds_all else self.exchange(firsts)
+        *first, value = [native(x)[:, None] for x in firsts] if self.holds_all else self.exchange(firsts)
         end = (
             torch.zeros(self.layout.num_samples, dtype=torch.float64, device=values.device)
             if bootstrap is None
@@ -174,15 +173,15 @@ class CPContext:
         outs = []
         for one, decay, y in zip(begun, decays, first, strict=True):
             entering = exchange.chain_ahead(
-                y.view_as(clock.has_step),
-                value.view_as(clock.has_step),
+                y,
+                value,
                 clock.has_step,
                 exchange.power(decay, clock.ticks - clock.last_tick),
                 exchange.power(decay, clock.last_tick),
                 exchange.power(gamma, clock.last_tick),
-                end,
+                native(end),
             )
-            outs.append(finish(one, entering[:, self.own].reshape(-1), dtype=torch.float64))
+            outs.append(finish(one, tensor(entering)[:, self.own].reshape(-1), dtype=torch.float64))
         return outs
 
     def agree(self, facts: Facts) -> None:
@@ -200,7 +199,7 @@ class CPContext:
     def own(self) -> list[int]:
         return self.layout.pieces(self.rank).tolist()
 
-    def exchange(self, heads: list[Float64[Tensor, " segments"]]) -> list[Float64[Tensor, "samples pieces"]]:
+    def exchange(self, heads: list[Float64[Tensor, " segments"]]) -> list[Array]:
         """All ranks' numbers of all pieces, agreement included."""
         message = torch.stack([head.view(self.layout.num_samples, len(self.own)) for head in heads], dim=-1)
         if self.agreement == "full" and self.facts is not None:
@@ -215,90 +214,16 @@ class CPContext:
             return float(value)
         return value.to(torch.float64).repeat_interleave(len(self.own))
 
-    def clock(self, full_mask: Tensor, kind: str, keep: Int8[Tensor, " local"]) -> "Clock":
-        """The steps and ticks of this rank's tokens under a clock of the mask, whose own part is `keep`."""
-        if kind == "token":
-            return Clock(self, full_mask, keep)
-        if kind == "trainable":
-            return Clock(self, full_mask, keep, keep, keep, full_mask)
-        full_tick = turn_ends(full_mask, self.layout.response_lengths)
-        return Clock(self, full_mask, keep, keep, as_bits(self.take(full_tick)), full_tick)
-
     def terminal(self, prefix: Prefix, rewards: Float64[Tensor, " samples"]) -> tuple[Tensor, Tensor]:
-        """Each sample's reward as an impulse on its last valid token: (offset, value) per own piece, 0 where it is
-        elsewhere.
-        """
-        ends = torch.from_numpy(np.cumsum(self.layout.response_lengths)).to(rewards.device)
-        starts = torch.from_numpy(self.layout.starts).to(rewards.device)
-        within = (prefix.last(ends) - starts)[:, None]
-        cuts = torch.from_numpy(self.layout.cuts).to(rewards.device)
-        low, high = cuts[:, self.own], cuts[:, [p + 1 for p in self.own]]
-        here = (low <= within) & (within < high) & (prefix.before(ends) > prefix.before(starts))[:, None]
-        offset = torch.where(here, within - low, 0)
-        value = torch.where(here, rewards[:, None], 0.0)
-        return offset.reshape(-1), value.reshape(-1)
-
-
-@dataclass(frozen=True)
-class Clock:
-    """Which local tokens are valid, which are steps of the process, and after which of them the decay applies.
-
-    Of each piece of each sample, on any rank, the counts are known from layout and mask alone.
-    """
-
-    cp: CPContext
-    full_mask: Tensor
-    keep: Int8[Tensor, " local"]
-    step: Int8[Tensor, " local"] | None = None  # None: every token
-    tick: Int8[Tensor, " local"] | None = None  # None: every token
-    full_tick: Tensor | None = None
-
-    @cached_property
-    def _cuts(self) -> Tensor:
-        """[N, K + 1] the cuts in the full pack."""
-        layout = self.cp.layout
-        return torch.from_numpy(layout.cuts + layout.starts[:, None]).to(self.keep.device)
-
-    @cached_property
-    def ticks(self) -> Tensor:
-        """[N, K] how often the decay applies within each piece, its last step included."""
-        if self.full_tick is None:
-            return self._cuts.diff(dim=1)
-        return Prefix(self.full_tick).before(self._cuts.view(-1)).view_as(self._cuts).diff(dim=1)
-
-    @cached_property
-    def has_step(self) -> Tensor:
-        """[N, K] does the piece hold a step?"""
-        if self.step is None:
-            return self._cuts.diff(dim=1) > 0
-        return Prefix(self.full_mask).before(self._cuts.view(-1)).view_as(self._cuts).diff(dim=1) > 0
-
-    @cached_property
-    def last_tick(self) -> Tensor:
-        """[N, K] does the decay apply after the piece's last step? 0 without a step."""
-        if self.full_tick is None or self.full_tick is self.full_mask:
-            return self.has_step.long()
-        last = Prefix(self.full_mask).last(self._cuts[:, 1:].reshape(-1)).view_as(self.has_step)
-        ticks = torch.cat(
-            [self.full_tick, self.full_tick.new_zeros(8)]
-        )  # `last` may point past the pack where there is no step
-        return (ticks[last] & self.has_step).long()
-
-    @cached_property
-    def inner_tick(self) -> Int8[Tensor, " local"]:
-        """The ticks without those of each piece's last step: there what enters the piece has been decayed already."""
-        local = self.cp.segments
-        ends = torch.from_numpy(np.cumsum(local)[local > 0]).to(self.keep.device)
-        starts = torch.from_numpy((np.cumsum(local) - local)[local > 0]).to(self.keep.device)
-        if self.step is None:
-            ticks = torch.full_like(self.keep, -1)
-            return ticks.index_fill_(0, ends - 1, 0)
-        prefix = Prefix(self.keep.bool())
-        last = prefix.last(ends)
-        some = prefix.before(ends) > prefix.before(starts)
-        ticks = self.tick.clone()
-        # A piece without steps has no tick either: point it to its first token, which changes nothing.
-        return ticks.index_fill_(0, torch.where(some, last, starts), 0)
+        """Each sample's reward as an impulse on its last valid token: (offset, value) per own piece, 0 elsewhere."""
+        x, layout = native(rewards), self.layout
+        starts = like(layout.starts, x)
+        ends = starts + like(layout.response_lengths, x)
+        last = (prefix.last(ends) - starts)[:, None]
+        low, high = (like(layout.cuts[:, [p + after for p in self.own]], x) for after in (0, 1))
+        here = (low <= last) & (last < high) & (prefix.before(ends) > prefix.before(starts))[:, None]
+        offset, value = library(x).where(here, last - low, 0), library(x).where(here, x[:, None], 0.0)
+        return tensor(offset.reshape(-1)), tensor(value.reshape(-1))
 
 
 @dataclass(frozen=True)

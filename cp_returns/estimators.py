@@ -20,8 +20,9 @@ from torch import Tensor
 from cp_returns.admission import Batch, admit
 from cp_returns.agreement import refuse
 from cp_returns.baselines import group_advantage
+from cp_returns.clocks import CLOCKS
 from cp_returns.collectives import AllGather, alone
-from cp_returns.context import CLOCKS, CPContext, PerSample
+from cp_returns.context import CPContext, PerSample
 from cp_returns.errors import CPInputError
 from cp_returns.scan import as_bits, select
 
@@ -96,11 +97,9 @@ def remax(
     baselines: one scalar a sample. It is the same for every token, so it is taken from the terminal reward. Errors: see
     the module.
     """
-    rewards, baselines = (x if x.dtype == torch.float64 else x.double() for x in (rewards, baselines))
-    total = rewards - baselines if rewards.shape == baselines.shape else rewards
     return reinforce_plus_plus(
         kl,
-        total,
+        less_baseline(rewards, baselines) if rewards.shape == baselines.shape else rewards,
         full_mask,
         cp=cp,
         gamma=1.0,
@@ -109,6 +108,12 @@ def remax(
         sample_mask=sample_mask,
         nonfinite=nonfinite,
     )
+
+
+def less_baseline(rewards: Tensor | None, baselines: Tensor) -> Float64[Tensor, " samples"]:
+    """rewards - baselines, where an infinite reward stays one and is refused: inf - inf would pass as a missing one."""
+    rewards = torch.zeros_like(baselines) if rewards is None else rewards
+    return torch.where(rewards.isinf(), rewards.double(), rewards.double() - baselines.double())
 
 
 @dataclass(frozen=True)

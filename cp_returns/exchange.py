@@ -24,9 +24,8 @@ import torch
 from jaxtyping import Float64
 from torch import Tensor
 
+from cp_returns.arrays import Array, library, like, native
 from cp_returns.layout import Layout
-
-Pieces = Float64[Tensor, "samples pieces"]
 
 
 def cut(full: Tensor, layout: Layout, rank: int) -> Tensor:
@@ -86,61 +85,50 @@ def _join(shards: Tensor, layout: Layout) -> Tensor:
     return torch.cat(pieces_in_order) if pieces_in_order else shards.new_zeros(0)
 
 
-def by_piece(messages: Float64[Tensor, "ranks samples own numbers"], layout: Layout) -> list[Pieces]:
+def by_piece(messages: Float64[Tensor, "ranks samples own numbers"], layout: Layout) -> list[Array]:
     """[W, N, own pieces, numbers] of all ranks -> one [N, K] per number."""
     sent = np.concatenate([layout.pieces(rank) for rank in range(layout.cp_size)])
-    place = torch.from_numpy(np.argsort(sent)).to(messages.device)
     ranks, samples, own, numbers = messages.shape
-    flat = messages.permute(1, 0, 2, 3).reshape(samples, ranks * own, numbers)
-    return list(flat[:, place].unbind(-1))
+    x = native(messages)
+    place = like(np.argsort(sent), x)
+    flat = library(x).moveaxis(x, 1, 0).reshape(samples, ranks * own, numbers)[:, place]
+    return [flat[:, :, k] for k in range(numbers)]
 
 
-def chain(first: Pieces, gain: Pieces, end: Float64[Tensor, " samples"]) -> Pieces:
-    """[N, K] the y that enters each piece at its end: entering_p = first_{p+1} + gain_{p+1} * entering_{p+1}."""
-    entering = [end]
+def chain(first: Array, gain: Array) -> Array:
+    """[N, K] the y that enters each piece at its end: entering_p = first_{p+1} + gain_{p+1} entering_{p+1}, 0 last."""
+    entering = library(first).zeros_like(first)
     for p in range(first.shape[1] - 1, 0, -1):
-        entering.append(first[:, p] + gain[:, p] * entering[-1])
-    return torch.stack(entering[::-1], dim=1)
+        entering[:, p - 1] = first[:, p] + gain[:, p] * entering[:, p]
+    return entering
 
 
 def chain_ahead(
-    first: Pieces,
-    value: Pieces,
-    has_step: Tensor,
-    inner: Pieces,
-    last: Pieces,
-    last_gamma: Pieces,
-    bootstrap: Float64[Tensor, " samples"],
-) -> Pieces:
+    first: Array, value: Array, has_step: Array, inner: Array, last: Array, last_gamma: Array, bootstrap: Array
+) -> Array:
     """[N, K] what GAE adds to the last step of each piece: last * A_next + last_gamma * V_next of the next piece with
     steps.
 
     first: A of the piece's first step, where the last step looked ahead to 0. inner: gain from the last step to the
-    first; last and
-    last_gamma: (gamma lam)^tick and gamma^tick of the last step. Past the response A is 0 and V is the bootstrap. A
-    piece without steps passes on what it gets.
+    first; last and last_gamma: (gamma lam)^tick and gamma^tick of the last step. Past the response A is 0 and V is the
+    bootstrap. A piece without steps passes on what it gets.
     """
-    advantage, ahead = torch.zeros_like(bootstrap), bootstrap
-    entering = []
+    lib = library(first)
+    advantage, ahead = lib.zeros_like(bootstrap), bootstrap
+    entering = lib.zeros_like(first)
     for p in range(first.shape[1] - 1, -1, -1):
         arrives = last[:, p] * advantage + last_gamma[:, p] * ahead
-        entering.append(arrives)
-        advantage = torch.where(has_step[:, p], first[:, p] + inner[:, p] * arrives, advantage)
-        ahead = torch.where(has_step[:, p], value[:, p], ahead)
-    return torch.stack(entering[::-1], dim=1)
+        entering[:, p] = arrives
+        advantage = lib.where(has_step[:, p], first[:, p] + inner[:, p] * arrives, advantage)
+        ahead = lib.where(has_step[:, p], value[:, p], ahead)
+    return entering
 
 
-def power(decay: float | Tensor, ticks: Tensor) -> Float64[Tensor, "samples pieces"]:
+def power(decay: float | Tensor, ticks: Array) -> Array:
     """decay^ticks in float64, 0^0 = 1; decay a float or one per sample, ticks [N, K].
 
     numpy on the host: torch's vector pow rounds the last elements of a tensor otherwise than the rest, and a sample's
     bits must not depend on its place.
     """
-    base = (
-        decay[:, None]
-        if isinstance(decay, Tensor)
-        else torch.tensor(float(decay), dtype=torch.float64, device=ticks.device)
-    )
-    if ticks.is_cuda:
-        return torch.pow(base, ticks)
-    return torch.from_numpy(np.power(base.numpy(), ticks.numpy().astype(np.float64)))
+    base = native(decay)[:, None] if isinstance(decay, Tensor) else decay
+    return base ** (ticks * 1.0)

@@ -19,7 +19,13 @@ from cp_returns.collectives import AllGather, Counted, alone, call
 from cp_returns.config import LAYOUTS, STRATEGIES, ReturnsConfig
 from cp_returns.context import CPContext
 from cp_returns.errors import CPInputError
-from cp_returns.estimators import advantage_estimates, baseline_advantages, discounted_returns, group_scalars
+from cp_returns.estimators import (
+    advantage_estimates,
+    baseline_advantages,
+    discounted_returns,
+    group_scalars,
+    less_baseline,
+)
 from cp_returns.kl import approx_kl
 from cp_returns.layout import Layout, contiguous_pack
 from cp_returns.scan import as_bits
@@ -174,6 +180,9 @@ class ContextParallelReturns(nn.Module):
         device = groups.device_of(where.counted[0].all_gather)
         try:
             self._check_arguments(tokens, samples, numbers)
+            if not isinstance(loss_masks, Sequence):
+                what = type(loss_masks).__name__
+                raise CPInputError(f"loss_masks is a {what}; expected a list of tensors, whole responses on every rank")
             device = next((x.device for x in loss_masks if isinstance(x, Tensor)), device)
             padded = _padded_lengths(padded_lengths, packed_seq_params)
             layout = self._layout(total_lengths, response_lengths, where.size, padded, stream_length)
@@ -191,7 +200,7 @@ class ContextParallelReturns(nn.Module):
             where.cp,
             STRATEGIES[self.config.strategy],
             self.config.agreement,
-            settings={f.name: getattr(self.config, f.name) for f in fields(self.config)},
+            settings={f.name: self.config[f.name] for f in fields(self.config)},
         )
         return self._compute(
             cp, where, packed, full_mask, per_sample, {k: v for k, v in numbers.items() if v is not None}
@@ -242,8 +251,10 @@ class ContextParallelReturns(nn.Module):
         if by_groups and given["rewards"] is None:
             raise CPInputError(f"rewards is absent; estimator {config.estimator!r} needs one a sample")
         for name, value in numbers.items():
-            if value is not None and name not in used:
-                raise CPInputError(f"{name} was given, which estimator {config.estimator!r} does not use")
+            if value is not None and (name not in used or (name == "lam" and config.lam_alpha is not None)):
+                raise CPInputError(
+                    f"{name} was given, which this configuration of estimator {config.estimator!r} does not use"
+                )
 
     def _layout(self, total_lengths, response_lengths, cp_size: int, padded, stream_length) -> Layout:
         if self.config.layout == "contiguous_pack":
@@ -267,12 +278,14 @@ class ContextParallelReturns(nn.Module):
             sizes = {"whiten": MESSAGE}
             steps = [
                 ("agreement", where.cp, "CP rank"),
-                ("group baseline", where.dp, "in the CP group of DP rank"),
-                ("whiten", where.dp_cp, "in the CP group of DP x CP rank"),
+                ("group baseline", where.dp, "rank"),
+                ("whiten", where.dp_cp, "DP x CP rank"),
             ]
             for step, all_gather, name in steps[after:]:
                 if all_gather is None or all_gather is alone or (step == "agreement" and where.size == 1):
                     continue
+                if step == "whiten" and where.size > 1:
+                    text = f"in its CP group, {text}"
                 try:
                     refuse(
                         all_gather,
@@ -311,7 +324,7 @@ class ContextParallelReturns(nn.Module):
         if config.kl is not None:
             kl, problem = _approx_kl(cp, packed, full_mask, config)
         if config.estimator == "remax":
-            rewards = (0.0 if rewards is None else rewards) - samples["baselines"]
+            rewards = less_baseline(rewards, samples["baselines"])
         tokens = {"kl": kl, "values": packed["values"], "token_rewards": packed["token_rewards"]}
         numbers = (
             {"gamma": 1.0, "kl_coef": 0.0}
@@ -406,7 +419,7 @@ class ContextParallelReturns(nn.Module):
             },
         )
         sizes = cp.layout.lengths(cp.rank).tolist()
-        lists = (list(torch.split(x, sizes)) for x in (returns, advantages, cp.take(batch.mask).clone()))
+        lists = (list(torch.split(x, sizes)) for x in (returns, advantages, batch.keep.bool()))
         return Returns(*lists, info)
 
 
@@ -435,7 +448,10 @@ def _approx_kl(
         if tuple(x.shape) != (expected,):
             return None, Problem(f"shape of {name}", list(x.shape), f"[{expected}]")
     mask = cp.take(full_mask) != 0
-    return approx_kl(a, b, mask, kind=config.kl, clamp=config.kl_clamp), None
+    kl = approx_kl(a, b, mask, kind=config.kl, clamp=config.kl_clamp)
+    if config.kl_clamp is not None:  # it would hide an infinite log-prob
+        kl = torch.where((a.to(kl.dtype) - b.to(kl.dtype)).isfinite() | ~mask, kl, torch.nan)
+    return kl, None
 
 
 def _padded_lengths(padded_lengths, packed_seq_params) -> Any:

@@ -19,10 +19,11 @@ import torch
 from jaxtyping import Float64, Int8, Shaped
 from torch import Tensor
 
+from cp_returns.arrays import Array, library, like, native
+
 BLOCK = 16
 TILE = 8192  # blocks: 1 MiB of float64 rows stays in cache while it is worked on
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-Array = Any  # a numpy array on the host, a tensor on a GPU: see `native`
 _ONE = 0x3FF0000000000000  # the bits of 1.0
 PerSegment = float | Float64[Tensor, " segments"]
 
@@ -138,7 +139,7 @@ def finish(scan: Scan, entering: Float64[Tensor, " segments"] | None = None, *, 
     for tile in scan.tiles:
         group = tile.group
         if entering is not None:
-            arrives = head if group.continues else native(entering)[group.segments][_like(group.some, tile.rows)]
+            arrives = head if group.continues else native(entering)[group.segments][like(group.some, tile.rows)]
             tile.below[...] = _values_below(tile.rows, tile.gain, group, arrives)
         _finish_tile(tile, out)
         head = tile.rows[int(group.pads[0]), :1]
@@ -209,25 +210,13 @@ def _scan_tiles(x: Tensor, lengths, decay, scale, impulse, keep, tick, heads: Te
             first = _first_values(tile)
             head = first[:1]
             if heads is not None:
-                native(heads)[group.segments][_like(group.some, first)] = first
+                native(heads)[group.segments][like(group.some, first)] = first
         yield tile
-
-
-def native(x: Tensor) -> Array:
-    """numpy's view of a host tensor, the tensor itself on a GPU.
-
-    The scan is written in what both libraries share: on the host numpy's calls cost a third of torch's.
-    """
-    return x if x.is_cuda else x.numpy()
-
-
-def _library(x: Array):
-    return np if isinstance(x, np.ndarray) else torch
 
 
 @np.errstate(over="ignore", invalid="ignore")
 def _scan_tile(x: Array, group: Group, starts, decay, scale, impulse, keep, tick, head: Array | None) -> Tile:
-    lib = _library(x)
+    lib = library(x)
     rows = native(torch.empty(BLOCK, group.num_blocks, dtype=torch.float64, device=getattr(x, "device", None)))
     rows[...] = _stage(x, group).reshape(-1, BLOCK).T
     if isinstance(scale, Tensor) or scale != 1.0:
@@ -248,12 +237,12 @@ def _scan_tile(x: Array, group: Group, starts, decay, scale, impulse, keep, tick
 
 def _add_impulses(rows: Array, group: Group, starts: np.ndarray, offsets: Tensor, values: Tensor) -> None:
     """Add one value a segment at an offset; of a segment in several groups, in the one that holds the place."""
-    offset, value = (native(part)[group.segments][_like(group.some, rows)] for part in (offsets, values))
+    offset, value = (native(part)[group.segments][like(group.some, rows)] for part in (offsets, values))
     if len(group.some) == 1 and not isinstance(rows, Tensor):
         offset = offset - (group.tokens.start - starts[group.segments.start + group.some[0]])
         here = (offset >= 0) & (offset < group.lengths[group.some])
         offset, value = np.where(here, offset, 0), np.where(here, value, 0.0)
-    position = offset + _like(group.first * BLOCK + group.pads[group.some], rows)
+    position = offset + like(group.first * BLOCK + group.pads[group.some], rows)
     rows[position % BLOCK, position // BLOCK] += value  # one a segment: no position twice
 
 
@@ -280,8 +269,8 @@ def _values_below(rows: Array, gain, group: Group, entering: Array | None) -> Ar
     Chains the block heads by doubling, head_b += gain_b * head_{b+k}; gain_b *= gain_{b+k}, with gain 0 at a segment's
     end.
     """
-    lib, n, longest = _library(rows), group.num_blocks, int(group.blocks.max())
-    last = _like(group.last, rows)
+    lib, n, longest = library(rows), group.num_blocks, int(group.blocks.max())
+    last = like(group.last, rows)
     device = getattr(rows, "device", None)
     heads, gains, other = (native(torch.zeros(n + longest, dtype=torch.float64, device=device)) for _ in range(3))
     lib.add(rows[0], 0.0, out=heads[:n])  # -0.0 becomes 0.0: its sign must not depend on how often mates make us double
@@ -297,7 +286,7 @@ def _values_below(rows: Array, gain, group: Group, entering: Array | None) -> Ar
     while reach < longest:
         lib.multiply(gains[:n], heads[reach : reach + n], out=product)
         if behind is not None:
-            product = lib.where(_like(behind >= reach, rows), product, 0.0)
+            product = lib.where(like(behind >= reach, rows), product, 0.0)
         lib.multiply(gains[:n], gains[reach : reach + n], out=other[:n])
         heads[:n] += product
         gains, other = other, gains
@@ -309,7 +298,7 @@ def _values_below(rows: Array, gain, group: Group, entering: Array | None) -> Ar
 
 def _first_values(tile: Tile) -> Array:
     """The y of the first token of each segment that has some."""
-    first, below = _like(tile.group.first, tile.rows), tile.below
+    first, below = like(tile.group.first, tile.rows), tile.below
     if getattr(tile.decay, "ndim", 0) == 2:  # front pads do not tick: row 0 holds the first token's y
         return tile.rows[0][first] + tile.gain[first] * below[first]
     pads = tile.group.pads[tile.group.some]
@@ -318,11 +307,11 @@ def _first_values(tile: Tile) -> Array:
     for _ in range(BLOCK - 1):
         powers.append(powers[-1] * decay)
     if isinstance(decay, float):
-        gain = _like(np.array(powers)[BLOCK - 1 - pads], tile.rows)
+        gain = like(np.array(powers)[BLOCK - 1 - pads], tile.rows)
     else:
-        lib = _library(tile.rows)
-        gain = lib.stack(powers)[_like(BLOCK - 1 - pads, tile.rows), _like(np.arange(len(pads)), tile.rows)]
-    return tile.rows[_like(pads, tile.rows), first] + gain * below[first]
+        lib = library(tile.rows)
+        gain = lib.stack(powers)[like(BLOCK - 1 - pads, tile.rows), like(np.arange(len(pads)), tile.rows)]
+    return tile.rows[like(pads, tile.rows), first] + gain * below[first]
 
 
 def _stage(x: Array, group: Group) -> Array:
@@ -361,12 +350,12 @@ def _per_block(value: PerSegment, group: Group) -> Any:
     value = native(value)[group.segments]
     if isinstance(value, np.ndarray):
         return np.repeat(value, group.blocks)
-    return value.repeat_interleave(_like(group.blocks, value), output_size=group.num_blocks)
+    return value.repeat_interleave(like(group.blocks, value), output_size=group.num_blocks)
 
 
 def _decays(decay: Any, ticks: Array) -> Array:
     """[16, blocks]: decay where the tick's bits are set, 1.0 elsewhere, put together bit by bit."""
-    lib = _library(ticks)
+    lib = library(ticks)
     bits = native(torch.empty(BLOCK, len(ticks) // BLOCK, dtype=torch.int64, device=getattr(ticks, "device", None)))
     bits[...] = ticks.reshape(-1, BLOCK).T
     bits &= int(np.float64(decay).view(np.int64)) ^ _ONE if isinstance(decay, float) else decay.view(lib.int64) ^ _ONE
@@ -388,7 +377,3 @@ def _block_gain(decay: Any) -> Any:
 
 def _row(decay: Any, row: int) -> Any:
     return decay[row] if getattr(decay, "ndim", 0) == 2 else decay
-
-
-def _like(index: np.ndarray, x: Array) -> Array:
-    return index if isinstance(x, np.ndarray) else torch.from_numpy(index).to(x.device)

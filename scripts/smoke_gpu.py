@@ -8,7 +8,7 @@ import sys
 import torch
 
 from cp_returns import CPContext, carry, gae, gather, reinforce_plus_plus, whiten, zigzag
-from cp_returns.context import CLOCKS
+from cp_returns.clocks import CLOCKS
 from cp_returns.simulate import in_threads
 
 BOUND = 2.0**-23

@@ -15,10 +15,11 @@ PACKAGE = ROOT / "cp_returns"
 
 # A module imports only from lower levels, also inside functions.
 LEVELS = [
-    {"errors"},
+    {"errors", "arrays"},
     {"layout", "reference", "collectives", "kl", "masks", "presets", "diagnose", "_scan_triton"},
     {"scan", "agreement", "groups"},
     {"exchange", "baselines", "whiten"},
+    {"clocks"},
     {"context"},
     {"admission"},
     {"estimators", "log_probs", "loss"},
