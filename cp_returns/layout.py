@@ -54,15 +54,25 @@ class Layout:
         """[N, K] tokens of each piece; many are 0."""
         return self.cuts[:, 1:] - self.cuts[:, :-1]
 
+    @cached_property
+    def _pieces_of(self) -> Integers:
+        """[cp_size, own pieces]: every rank owns equally many."""
+        return np.argsort(self.owners, kind="stable").reshape(self.cp_size, -1)
+
+    @cached_property
+    def shares(self) -> Integers:
+        """[cp_size, N] tokens of each sample on each rank."""
+        return self.piece_lengths[:, self._pieces_of].sum(axis=2).T
+
     def pieces(self, rank: int) -> Integers:
         """The pieces that `rank` owns, ascending; the same for every sample."""
         if not 0 <= rank < self.cp_size:
             raise ValueError(f"rank is {rank}; expected 0 <= rank < cp_size = {self.cp_size}")
-        return np.flatnonzero(self.owners == rank)
+        return self._pieces_of[rank]
 
     def lengths(self, rank: int) -> Integers:
         """[N] tokens of each sample that `rank` owns."""
-        return self.piece_lengths[:, self.pieces(rank)].sum(axis=1)
+        return self.shares[rank]
 
     @cached_property
     def starts(self) -> Integers:

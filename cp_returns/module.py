@@ -470,18 +470,24 @@ def _pack(
     if not isinstance(xs, Sequence) or len(xs) != len(lengths):
         what = f"a list of {len(xs)}" if isinstance(xs, Sequence) else f"a {type(xs).__name__}"
         raise CPInputError(f"{name} is {what}; expected a list of {len(lengths)} tensors, one a sample")
-    for i, (x, length) in enumerate(zip(xs, lengths.tolist(), strict=True)):
-        if not isinstance(x, Tensor) or x.dim() != 1 or len(x) != length:
-            given = f"has shape {list(x.shape)}" if isinstance(x, Tensor) else f"is a {type(x).__name__}"
-            whole = "" if length == full[i] else f" (the whole response has {full[i]})"
-            raise CPInputError(
-                f"sample {i}, {name} {given}; expected a tensor [{length}], the tokens this rank owns{whole}"
-            )
-        if x.device != device or x.dtype != xs[0].dtype:
-            raise CPInputError(
-                f"sample {i}, {name} is {x.dtype} on {x.device}; expected {xs[0].dtype} on {device}, as the others"
-            )
-    return torch.cat([x.detach() for x in xs]) if len(xs) else torch.zeros(0, device=device)
+    if not len(xs):
+        return torch.zeros(0, device=device)
+    expected = lengths.tolist()
+    if not all(isinstance(x, Tensor) for x in xs) or [x.shape for x in xs] != [(length,) for length in expected]:
+        for i, (x, length) in enumerate(zip(xs, expected, strict=True)):
+            if not isinstance(x, Tensor) or x.shape != (length,):
+                given = f"has shape {list(x.shape)}" if isinstance(x, Tensor) else f"is a {type(x).__name__}"
+                whole = "" if length == full[i] else f" (the whole response has {full[i]})"
+                raise CPInputError(
+                    f"sample {i}, {name} {given}; expected a tensor [{length}], the tokens this rank owns{whole}"
+                )
+    kinds = [(x.dtype, x.device) for x in xs]
+    if kinds.count((xs[0].dtype, device)) != len(kinds):
+        i = next(i for i, kind in enumerate(kinds) if kind != (xs[0].dtype, device))
+        raise CPInputError(
+            f"sample {i}, {name} is {xs[i].dtype} on {xs[i].device}; expected {xs[0].dtype} on {device}, as the others"
+        )
+    return torch.cat(list(xs)).detach()
 
 
 def _per_sample(name: str, x: Sequence[float] | Tensor | None, samples: int, device: torch.device) -> Tensor | None:
