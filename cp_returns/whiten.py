@@ -59,16 +59,17 @@ def whiten(
     mean (slime, verl, TRL). weights: one a token, with ddof 0; sequence weighting is `cp.spread(1 / valid counts)`.
 
     Masked tokens give 0. Constant input, one token or none give 0, never NaN. NaN at a valid token stays visible.
-    Returns float32 (float64 for float64 x). Raises CPInputError, on all ranks, for a mask that is not 0 or 1, shapes
-    that differ, or options that differ.
+    Returns float32 (float64 for float64 x). Raises CPInputError, on all ranks, for a mask that is not 0 or 1, a
+    weight that is negative or not finite, shapes that differ, or options that differ.
     """
     chosen = options(ddof, eps, eps_mode, center, shift_mean, scale)
-    facts = Facts(
-        settings={**chosen, "weights": weights is not None},
-        problem=_first_problem(x, mask, weights, chosen),
-        checks=[] if mask.dtype == torch.bool else [_mask_check(mask)],
-    )
-    fits = facts.problem is None
+    problem = _first_problem(x, mask, weights, chosen)
+    fits = problem is None
+    checks = [] if mask.dtype == torch.bool else [_check("mask", mask, (mask != 0) & (mask != 1), "0 or 1")]
+    if fits and weights is not None:
+        bad = mask.bool() & ~((weights >= 0) & (weights < torch.inf))
+        checks.append(_check("weights", weights, bad, "a finite number that is at least 0 at a valid token"))
+    facts = Facts({**chosen, "weights": weights is not None}, problem=problem, checks=checks)
     local = moments(x, as_bits(mask), weights) if fits else torch.zeros(3, dtype=torch.float64, device=x.device)
     if agreement == "full":
         messages = agree(all_gather, facts, local, step="whiten", where="rank", size=MESSAGE)
@@ -117,14 +118,16 @@ def apply(x: Tensor, bits: Tensor, merged: Float64[Tensor, "3"], options: Mappin
         freedom = weight - options["ddof"]
         var = m2 / torch.where(freedom > 0, freedom, 1.0)
         var = var + options["eps"] if options["eps_mode"] == "add" else var.clamp(min=options["eps"])
-        y = y * torch.where(var > 0, var.rsqrt(), 0.0)
+        y = y * torch.where(var == 0, 0.0, var.rsqrt())  # NaN stays NaN
     if not options["shift_mean"]:
         y = y + mean
-    return select(y.to(result_dtype(x)), bits)
+    return select(y.to(result_dtype(x)), torch.where(weight == 0, 0, bits))
 
 
 def _first_problem(x: Tensor, mask: Tensor, weights: Tensor | None, options: Mapping[str, object]) -> Problem | None:
-    for name, y in (("mask", mask), ("weights", weights)):
+    for name, y in (("x", x), ("mask", mask), ("weights", weights)):
+        if y is not None and y.is_complex():
+            return Problem(f"dtype of {name}", y.dtype, "a float, int or bool dtype")
         if y is not None and (y.shape != x.shape or x.dim() != 1):
             return Problem(f"shape of {name}", list(y.shape), f"{list(x.shape)}, that of x, one a token of this rank")
     if options["ddof"] not in (0, 1) or (weights is not None and options["ddof"] != 0):
@@ -138,11 +141,9 @@ def _first_problem(x: Tensor, mask: Tensor, weights: Tensor | None, options: Map
     return None
 
 
-def _mask_check(mask: Tensor) -> Check:
-    odd = (mask != 0) & (mask != 1)
-
+def _check(name: str, x: Tensor, bad: Tensor, expected: str) -> Check:
     def find() -> Problem | None:
-        first = odd.nonzero()
-        return Problem("mask", mask[first[0]].item(), "0 or 1", token=int(first[0])) if len(first) else None
+        first = bad.nonzero()
+        return Problem(name, x[first[0]].item(), expected, token=int(first[0])) if len(first) else None
 
-    return Check(odd.any(), find)
+    return Check(bad.any(), find)
