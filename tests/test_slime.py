@@ -654,6 +654,19 @@ def test_equal_advantages_end_as_zero_after_slimes_whitening():
     assert max(map(abs, slimes_own_whitening(data["advantages"], data["loss_masks"])[0])) == 0.0
 
 
+def test_the_hook_leaves_the_scale_to_slime():
+    """+-1e-6 has variance 2e-12: divided once by sqrt(2e-12 + 1e-8) it is +-.01; divided twice it would be +-.7."""
+    data = {
+        "rewards": [1e-6, -1e-6],
+        "loss_masks": [torch.ones(1)] * 2,
+        "response_lengths": [1, 1],
+        "total_lengths": [2, 2],
+    }
+    slime.advantages(SimpleNamespace(**ARGS | {"advantage_estimator": "grpo", "normalize_advantages": True}), data)
+    white = slimes_own_whitening(data["advantages"], data["loss_masks"])
+    assert [x for row in white for x in row] == pytest.approx([0.01, -0.01], rel=1e-3)
+
+
 @pytest.mark.parametrize("estimator", ["reinforce_plus_plus", "ppo", "reinforce_plus_plus_baseline", "grpo"])
 def test_the_hook_and_slimes_whitening_on_dp_times_cp_ranks(estimator):
     """DP 2 x CP 2, two batches that differ, the second one empty for one run: as one process whitens all of it."""
