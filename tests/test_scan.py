@@ -411,7 +411,7 @@ def test_calls_are_at_most_a_constant_per_32k_tokens(tokens, masked):
             counted = calls(x, lengths, decay, step=some, tick=some)
             assert counted.torch <= 48 * math.ceil(tokens / 32_768)
             views = 12 * len(lengths)  # of each segment's tokens, where pads lie between them
-            assert counted.lines <= 400 * math.ceil(tokens / 32_768) + views
+            assert counted.lines <= 500 * math.ceil(tokens / 32_768) + views
 
 
 def test_calls_do_not_grow_with_the_number_of_segments():
