@@ -85,6 +85,8 @@ def device_of(all_gather: AllGather) -> torch.device:
 def _over(group: Group) -> AllGather:
     if isinstance(group, dist.ProcessGroup):
         return over(group)
+    if group is dist.GroupMember.NON_GROUP_MEMBER:
+        raise TypeError("this rank is not in the process group that it was given")
     if hasattr(group, "get_group"):  # DeviceMesh
         return over(group.get_group())
     if callable(group) and hasattr(group, "rank") and hasattr(group, "size"):
