@@ -395,7 +395,7 @@ class ContextParallelReturns(nn.Module):
             kl_sum, scope = float(told[0][:, 0].sum()), "cp"
         if facts.told and whitening is not None:
             kl_sum, scope = float(facts.told[0][:, 0].sum()), "global"
-            tokens = whitening.population if self.config["whiten_weight"] == "token" else None
+            tokens = float(facts.told[0][:, 3].sum()) / where.size  # the ranks of a CP group tell the same number
         if missing:
             logger.warning(
                 "cp_returns: %d of %d samples have no reward (NaN) and were left out", missing, cp.layout.num_samples
