@@ -21,7 +21,7 @@ F32, F64 = torch.float32, torch.float64
 WORLDS = {"cp2": (2, 1, 1), "cp4": (4, 1, 1), "cp2dp2": (2, 2, 1), "tp2cp2": (2, 1, 2), "cp4dp2": (4, 2, 1)}
 # A small adam_eps would turn rounding into steps, and Megatron clips by a norm in float32: the second gradient would
 # show the optimizer, not the loss.
-BASE = Settings(width=ranks_do.WIDTH, updates=2, lr=3e-2, adam_eps=1e-3, clip_grad=0.0)
+BASE = Settings(width=ranks_do.WIDTH, updates=2, lr=3e-2, adam_eps=1e-2, clip_grad=0.0)
 RF = replace(BASE, estimator="reinforce_plus_plus")
 CASES = {
     **{(estimator, F32): replace(BASE, estimator=estimator) for estimator in ranks_do.ESTIMATORS},
