@@ -296,6 +296,13 @@ def test_bits_do_not_depend_on_mates_in_several_real_tiles():
     bits_alone_and_with_mates(lengths, 0.9999, steps=True)
 
 
+def test_the_sign_of_a_zero_does_not_depend_on_mates():
+    """A long mate makes the block heads double more often, and -0.0 + 0.0 is 0.0."""
+    zeros = torch.full((48,), -0.0)
+    together = reverse_scan(torch.cat([zeros, normal(1000)]), [48, 1000], 0.9)
+    assert_same_bits(together[:48], reverse_scan(zeros, [48], 0.9))
+
+
 def test_bits_do_not_depend_on_the_number_of_threads():
     x = normal(500_000, 4)
     expected = reverse_scan(x, [300_000, 200_000], 0.9999)
