@@ -21,6 +21,7 @@ from torch import Tensor
 
 from cp_returns.admission import admit
 from cp_returns.agreement import Check, Facts, Problem, agree, refuse
+from cp_returns.clocks import clock
 from cp_returns.collectives import AllGather, call
 from cp_returns.context import CPContext
 from cp_returns.errors import CPInputError
@@ -181,8 +182,9 @@ def get_reinforce_plus_plus_returns(
     )
 
     def formula(cp: CPContext, kl: Tensor) -> tuple[Tensor]:
-        every_token = cp.clock(torch.ones_like(batch.mask), "token")
-        return (cp.scan(batch.reward(cp, kl, None), batch.numbers["gamma"], every_token, dtype=batch.dtype),)
+        every = torch.ones_like(mask, dtype=torch.bool)  # rewards go by the mask; steps, and output, are every token
+        steps = clock(cp.layout, cp.rank, every, "token", as_bits(cp.take(every)))
+        return (cp.scan(batch.reward(cp, kl, None), float(gamma), steps, dtype=batch.dtype),)
 
     (returns,) = cp.run(formula, batch.inputs, batch.facts)
     return _like(kl, returns)
@@ -278,7 +280,7 @@ def get_logits_and_tokens_offset_with_cp(
     rank, size = rank_and_size(context_parallel(None, None, None)) if cp_rank is None or cp_size is None else (0, 1)
     rank, size = rank if cp_rank is None else cp_rank, size if cp_size is None else cp_size
     layout = _layout(total_length, response_length, size, qkv_format, max_seq_len)
-    width = total_length if qkv_format == "thd" else max_seq_len
+    width = total_length if qkv_format == "thd" or max_seq_len is None else max_seq_len
     chunk = -(-width // (2 * size))
     first, second = (int(p) for p in layout.pieces(rank))
     prompt = total_length - response_length
@@ -348,8 +350,8 @@ class _Gather(torch.autograd.Function):
         return whole
 
     @staticmethod
-    def backward(ctx, grad: Tensor):
-        return call(ctx.all_gather, grad, "gather, backward").sum(0)[ctx.place], None, None, None
+    def backward(ctx, *grad_outputs: Tensor):
+        return call(ctx.all_gather, grad_outputs[0], "gather, backward").sum(0)[ctx.place], None, None, None
 
 
 # what they share
