@@ -2,13 +2,16 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from numbers import Real
 from typing import Any
 
+from cp_returns.baselines import CENTERS, SCALES, SINGLETONS
 from cp_returns.clocks import CLOCKS
 from cp_returns.context import carry, gather
 from cp_returns.errors import CPInputError
 from cp_returns.estimators import MASKED_VALUES
 from cp_returns.layout import contiguous, contiguous_pack, zigzag
+from cp_returns.whiten import EPS_MODES
 from cp_returns.whiten import options as whiten_options
 
 LAYOUTS = {"zigzag": zigzag, "contiguous": contiguous, "contiguous_pack": contiguous_pack}
@@ -93,11 +96,24 @@ class ReturnsConfig:
             ("clock", (None, *CLOCKS)),
             ("masked_values", (None, *MASKED_VALUES)),
             ("kl", (None, "k1", "k2", "k3")),
+            ("group_center", (None, *CENTERS)),
+            ("group_scale", (None, *SCALES)),
+            ("group_ddof", (None, 0, 1)),
+            ("singleton", (None, *SINGLETONS)),
+            ("whiten", (False, True)),
             ("whiten_weight", (None, "token", "sequence")),
+            ("whiten_ddof", (None, 0) if self.whiten_weight == "sequence" else (None, 0, 1)),
+            ("whiten_eps_mode", (None, *EPS_MODES)),
         ):
             if getattr(self, name) not in allowed:
                 words = ", ".join(repr(word) for word in allowed if word is not None)
                 raise CPInputError(f"{name} is {getattr(self, name)!r}; expected one of {words}")
+        for name in ("whiten_eps", "group_eps", "kl_clamp"):
+            value = getattr(self, name)
+            positive = name == "kl_clamp"
+            if value is not None and not (isinstance(value, Real) and value >= 0 and (value > 0 or not positive)):
+                wanted = "a positive number" if positive else "a number that is at least 0"
+                raise CPInputError(f"{name} is {value!r}; expected {wanted}")
         used = self.defaults()
         for name in (*_OPTIONS, *_WHITEN):
             if getattr(self, name) is not None and name not in used:
@@ -115,6 +131,7 @@ class ReturnsConfig:
             (("whiten_ddof", "whiten_eps", "whiten_eps_mode"), self.whiten_scale is False, "with whiten_scale=False"),
             (("kl_clamp",), self.kl is None, "without kl, the estimator of the KL"),
             (("lam",), self.lam_alpha is not None, "with lam_alpha, which takes its place"),
+            (("whiten_shift_mean",), self.whiten_center is False, "with whiten_center=False, which takes no mean away"),
         ):
             for name in names:
                 if unused and getattr(self, name) is not None:
