@@ -155,11 +155,15 @@ class ReturnsConfig:
         """The settings with which this library gives that framework's numbers (`configs/presets/*.yaml`), with
         `changes`.
 
-        framework: slime, verl, openrlhf, nemo_rl, miles or trl. Needs PyYAML. Raises CPInputError naming what there is.
+        framework: slime, verl, openrlhf, nemo_rl, miles or trl. whiten=False and kl=None take what the preset says of
+        the whitening and of the KL along. Needs PyYAML. Raises CPInputError naming what there is.
         """
         from cp_returns.presets import load
 
-        return cls(**(load(framework, estimator) | changes))
+        without = {"whiten": _WHITEN, "kl": ("kl_clamp",)}
+        gone = {name for key, names in without.items() if key in changes and not changes[key] for name in names}
+        settings = {name: value for name, value in load(framework, estimator).items() if name not in gone}
+        return cls(**(settings | changes))
 
 
 _OPTIONS = tuple(dict.fromkeys(name for options in ESTIMATORS.values() for name in options))

@@ -171,6 +171,17 @@ def test_unknown_presets_name_what_there_is():
         ReturnsConfig.preset("trl", estimator="opo")
 
 
+def test_whitening_and_kl_are_left_out_whole():
+    """slime without --normalize-advantages, OpenRLHF with a KL of one's own; what is then unused is an error."""
+    batch = random_batch(1)
+    advantages, returns = ours("slime", "reinforce_plus_plus", batch, whiten=False)
+    assert all(torch.equal(a, g) for a, g in zip(advantages, returns, strict=True))
+    own_kl = ReturnsConfig.preset("openrlhf", estimator="reinforce", kl=None)
+    assert (own_kl.kl, own_kl.kl_clamp, own_kl.whiten_eps_mode) == (None, None, "clamp")
+    with pytest.raises(CPInputError, match="whiten_ddof"):
+        ReturnsConfig.preset("slime", estimator="gae", whiten=False, whiten_ddof=0)
+
+
 @pytest.mark.parametrize(("framework", "estimator"), EVERY)
 def test_a_preset_gives_its_frameworks_numbers(framework, estimator):
     for seed in range(100):
