@@ -174,6 +174,9 @@ def test_I48_and_I59_nothing_is_swallowed():
     ):
         with pytest.raises(ValueError, match="not use"):
             ReturnsConfig(**unused)
+    for wrong in ({"kl": "k3", "kl_clamp": 0.0}, {"estimator": "grpo", "group_eps": -1e-6}):
+        with pytest.raises(ValueError, match="expected a"):
+            ReturnsConfig(**wrong)
     with pytest.raises(ValueError, match=r"lam is 0\.9, which is not used with lam_alpha"):
         ReturnsConfig(estimator="gae", lam=0.9, lam_alpha=0.05)
     kinds = [p.kind for p in inspect.signature(ContextParallelReturns.forward).parameters.values()]
@@ -251,6 +254,17 @@ def test_I111_one_lambda_a_sample():
     for i in (0, 1):
         scalars = {name: float(x[i]) for name, x in numbers.items()}
         assert_same_bits(batch.rows(got)[i], run(GAE, batch.pick([i]), 2, "carry", **scalars).tokens["advantages"])
+
+
+def test_I111_the_module_takes_a_list_of_lambdas():
+    batch = make([(2, 9), (3, 20)], seed=2)
+    door = module("gae", "rewards", "values", estimator="gae")
+    got, exact = (
+        run(door, batch, 2, lam=lam).tokens for lam in ([0.3, 1.0], torch.tensor([0.3, 1.0], dtype=torch.float64))
+    )
+    assert_same_bits(got["advantages"], exact["advantages"])
+    with pytest.raises(RankFailure, match=r"lam has shape \[3\]; expected \[2\], one number a sample"):
+        run(door, batch, 2, lam=[0.3, 1.0, 0.5])
 
 
 def test_I112_length_adaptive_lambda_counts_valid_tokens_and_is_clipped():
