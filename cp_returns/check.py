@@ -288,14 +288,21 @@ def _located(name: str, case: Case, off: np.ndarray, found: Diagnosis) -> Findin
     """The first difference: of the first sample and token, or of the first rank."""
     at = case.at
     first = min(np.flatnonzero(off), key=lambda k: (at.sample[k], at.token[k], at.dp_rank[k], at.rank[k]))
-    place = {key: int(getattr(at, key)[first]) for key in ("sample", "token", "dp_rank", "rank", "piece")}
+
+    def place(of: np.ndarray) -> int | None:
+        return int(of[first]) if of[first] >= 0 else None
+
     return Finding(
         found.kind,
         found.why,
         at.dp_size,
         at.cp_size,
         name,
-        **{key: value if value >= 0 else None for key, value in place.items()},
+        sample=place(at.sample),
+        token=place(at.token),
+        dp_rank=place(at.dp_rank),
+        rank=place(at.rank),
+        piece=place(at.piece),
         expected=float(case.expected[first]),
         got=float(case.got[first]),
         differ=int(off.sum()),
@@ -352,12 +359,16 @@ def _moved(layout: Layout, step: int) -> Layout:
     return replace(layout, cuts=np.clip(raw, 0, layout.response_lengths[:, None]))
 
 
+def _lengths(layout: Layout) -> tuple[list[int], list[int]]:
+    return layout.total_lengths.tolist(), layout.response_lengths.tolist()
+
+
 # What ranks take their tokens for by mistake.
 _OTHER_LAYOUTS: Mapping[str, tuple[str, Callable[[Layout], Layout]]] = {
     "a prompt border that is one token late": ("shift", lambda x: _moved(x, -1)),
     "a prompt border that is one token early": ("shift", lambda x: _moved(x, 1)),
-    "the contiguous layout": ("order", lambda x: contiguous(x.total_lengths, x.response_lengths, x.cp_size)),
-    "the zigzag layout": ("order", lambda x: zigzag(x.total_lengths, x.response_lengths, x.cp_size)),
+    "the contiguous layout": ("order", lambda x: contiguous(*_lengths(x), x.cp_size)),
+    "the zigzag layout": ("order", lambda x: zigzag(*_lengths(x), x.cp_size)),
 }
 
 

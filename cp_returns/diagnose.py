@@ -103,8 +103,9 @@ def diagnose(case: Case, rerun: Callable[[Case], Diagnosis | None] = lambda case
     """The first kind that explains the difference. `rerun` may try what the numbers alone do not show."""
     if not np.isfinite(case.got[np.isfinite(case.expected)]).all():
         return _nan(case)
-    finite = Case(*(np.where(np.isfinite(case.expected), x, 0.0) for x in (case.expected, case.got, case.tol)), case.at)
-    tests = (scale, per_group, wrong_order, shift, sites)
+    known = np.isfinite(case.expected)
+    finite = Case(np.where(known, case.expected, 0.0), np.where(known, case.got, 0.0), case.tol, case.at)
+    tests = (scale, per_group, wrong_order, shift, sites, mask_moved)
     for test in (*tests, rerun, empty_shards):
         found = test(case if test is rerun else finite)
         if found is not None:
@@ -220,7 +221,7 @@ def wrong_order(case: Case) -> Diagnosis | None:
 
 
 def shift(case: Case) -> Diagnosis | None:
-    """The number, or the mask, of the token before or after, but for one token a piece at its border."""
+    """The number of the token before or after, but for one token a piece at its border."""
     if not case.at.per_token:
         return None
     for step, which in ((1, "after"), (-1, "before")):
@@ -233,25 +234,10 @@ def shift(case: Case) -> Diagnosis | None:
                 break  # more than one a piece: this is no shift
             moved, lost = moved + np.count_nonzero(case.off[entries] & same), lost + len(border)
         else:
-            if moved >= 3 and moved > 2 * lost:
+            if moved >= 2 and moved > 2 * lost:
                 why = f"{moved} of {moved + lost} differing tokens have the number of the token {which}"
                 return Diagnosis("shift", why)
-        if _mask_moved(case, step):
-            return Diagnosis("shift", f"the differing tokens are those whose mask is not that of the token {which}")
     return None
-
-
-def _mask_moved(case: Case, step: int) -> bool:
-    """Are the tokens that differ those whose neighbour's mask differs, 0 where that neighbour is masked?"""
-    seen = 0
-    for _, entries in case.samples_off():
-        partner = np.clip(np.arange(len(entries)) + step, 0, len(entries) - 1)
-        here, there = case.at.valid[entries], case.at.valid[entries[partner]]
-        off, got = case.off[entries], case.got[entries]
-        if (off & (here == there)).any() or (np.abs(got[off & ~there]) > case.tol[entries][off & ~there]).any():
-            return False
-        seen += int(off.sum())
-    return seen >= 2
 
 
 def sites(case: Case) -> Diagnosis | None:
@@ -289,7 +275,7 @@ def _entering(case: Case, clock: str) -> Iterator[list[_Entering]]:
     gaps = {i: np.diff(case.at.token[own]) if clock == "token" else np.ones(len(own) - 1) for i, own in steps.items()}
     ratios = {i: _ratios(case, own, gaps[i]) for i, own in steps.items()}
     pooled = np.concatenate([np.zeros(0), *ratios.values()])
-    common = float(np.median(pooled)) if len(pooled) else 0.0
+    common = float(np.median(pooled)) if len(pooled) >= 3 else 0.0  # fewer say nothing
     for decay in (None, 1.0, 0.0):
         found = []
         for i, own in steps.items():
@@ -349,6 +335,22 @@ def _piece_ends(case: Case, samples: list[_Entering]) -> Diagnosis | None:
         f"all differences enter at the last tokens of pieces ({places} of {ends} of them) and run to the left with "
         f"decay {samples[0].decay:.4g}: what follows the piece is not seen (look-ahead or carry)",
     )
+
+
+def mask_moved(case: Case) -> Diagnosis | None:
+    """The tokens that differ are those whose neighbour's mask differs, and are 0 where that neighbour is masked."""
+    if not case.at.per_token:
+        return None
+    for step, which in ((1, "after"), (-1, "before")):
+        for _, entries in case.samples_off():
+            there = entries[np.clip(np.arange(len(entries)) + step, 0, len(entries) - 1)]
+            off, masked = case.off[entries], ~case.at.valid[there]
+            small = np.abs(case.got[entries]) <= case.tol[entries]
+            if (off & (case.at.valid[entries] == case.at.valid[there])).any() or (off & masked & ~small).any():
+                break
+        else:
+            return Diagnosis("shift", f"the differing tokens are those whose mask is not that of the token {which}")
+    return None
 
 
 def empty_shards(case: Case) -> Diagnosis | None:

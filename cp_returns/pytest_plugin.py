@@ -94,7 +94,8 @@ def rollout_batches(
         kind = draw(st.sampled_from(["whole", "gaps", "tail", "none"] if fully_masked else ["whole", "gaps", "tail"]))
         mask = torch.full((response,), kind != "none")
         if kind == "gaps":
-            mask = torch.tensor(draw(st.lists(st.booleans(), min_size=response, max_size=response)))
+            bits = draw(st.integers(0, 2**response - 1))
+            mask = torch.tensor([bool(bits >> j & 1) for j in range(response)])
         elif kind == "tail":
             mask[draw(st.integers(1, response)) :] = False
         if not mask.any() and not fully_masked:

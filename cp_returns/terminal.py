@@ -142,8 +142,8 @@ def print_check(title: str, report: "check.Report") -> None:
     for column in ("dp", "cp", "output", "compared", "differ", "largest", "seconds", "verdict"):
         table.add_column(column, justify="left" if column in ("output", "verdict") else "right", no_wrap=True)
     for world in report.worlds:
-        found = {finding.output: finding for finding in world.findings}
-        rows = dict.fromkeys([*world.outputs, *found]) or {None: None}
+        found = {finding.output or "": finding for finding in world.findings}
+        rows = dict.fromkeys([*world.outputs, *found]) or {"": None}
         for number, name in enumerate(rows):
             case, finding = world.outputs.get(name), found.get(name)
             sizes = (str(world.dp_size), str(world.cp_size)) if number == 0 else ("", "")
@@ -151,7 +151,7 @@ def print_check(title: str, report: "check.Report") -> None:
             reference = "one rank" if (world.dp_size, world.cp_size) == (1, 1) else "agrees"
             table.add_row(
                 *sizes,
-                name or "",
+                name,
                 f"{len(case.off):,}" if case else f"{finding.compared:,}" if finding and finding.output else "",
                 f"{differ:,}" if name else "",
                 f"{case.excess.max(initial=0.0):.2g}" if case else "",
