@@ -168,7 +168,9 @@ def raise_together(
             text = _first_difference(_tell(all_gather, facts, device, first), where)
         text = text or f"{where}s were not given the same input, in something too long or too small to be shown"
     if text is not None:
-        raise CPInputError(text)
+        error = CPInputError(text)
+        error.usual = _usual([one.get("settings", {}) for one in told])
+        raise error
 
 
 def _tell(all_gather: AllGather, facts: Facts, device: torch.device | None, first: int = 0) -> list[dict]:
@@ -254,8 +256,8 @@ def _first_difference(told: list[dict], where: str) -> str | None:
     """The first thing in which a rank differs from most ranks: a setting, the number of samples, or a sample."""
     shown = min(len(one["samples"]) for one in told)
     rows = [_compared(one, shown) for one in told]
-    keys = list(dict.fromkeys(key for row in rows for key in row))
-    usual = {key: Counter(row.get(key, "absent") for row in rows).most_common(1)[0][0] for key in keys}
+    usual = _usual(rows)
+    keys = list(usual)
     for rank, row in enumerate(rows):
         for key in keys:
             given = row.get(key, "absent")
@@ -266,6 +268,12 @@ def _first_difference(told: list[dict], where: str) -> str | None:
                     "all ranks must be given the same"
                 )
     return None
+
+
+def _usual(rows: list[dict]) -> dict[str, object]:
+    """What most ranks hold under each name, rank 0 where there is no majority."""
+    keys = dict.fromkeys(key for row in rows for key in row)
+    return {key: Counter(row.get(key, "absent") for row in rows).most_common(1)[0][0] for key in keys}
 
 
 def _compared(one: dict, shown: int) -> dict[str, object]:

@@ -1,11 +1,17 @@
 """The two errors of this library: bad input, and a peer that does not answer."""
 
+from collections.abc import Mapping
+from types import MappingProxyType
+
 
 class CPInputError(ValueError):
     """Bad input, raised with the same text by every rank of the widest group that the call uses.
 
-    The text names the first bad rank, sample and token, what was given and what was expected.
+    The text names the first bad rank, sample and token, what was given and what was expected. `usual`: the settings
+    that most of the ranks hold, where ranks were compared.
     """
+
+    usual: Mapping[str, object] = MappingProxyType({})
 
 
 class CPCollectiveError(RuntimeError):

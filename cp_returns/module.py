@@ -83,6 +83,7 @@ class _Groups:
     size: int
     dp: AllGather
     dp_cp: AllGather | None  # None without whitening
+    wide: AllGather | None  # the same group, where it is known, whether or not this call whitens
     counted: list[Counted]
 
 
@@ -137,9 +138,9 @@ class ContextParallelReturns(nn.Module):
         sample_mask: Sequence[float] | Tensor | None = None,
         bootstrap: Sequence[float] | Tensor | None = None,
         baselines: Sequence[float] | Tensor | None = None,
-        gamma: float | Tensor | None = None,
-        lam: float | Tensor | None = None,
-        kl_coef: float | Tensor | None = None,
+        gamma: float | Sequence[float] | Tensor | None = None,
+        lam: float | Sequence[float] | Tensor | None = None,
+        kl_coef: float | Sequence[float] | Tensor | None = None,
         padded_lengths: Sequence[int] | None = None,
         stream_length: int | None = None,
         cp_group: groups.Group = None,
@@ -192,6 +193,8 @@ class ContextParallelReturns(nn.Module):
             }
             full_mask = _pack("loss_masks", loss_masks, layout.response_lengths, layout.response_lengths, device)
             per_sample = {name: _per_sample(name, x, layout.num_samples, device) for name, x in samples.items()}
+            lists = {name: x for name, x in numbers.items() if isinstance(x, list | tuple)}
+            numbers |= {name: _per_sample(name, x, layout.num_samples, device) for name, x in lists.items()}
         except Exception as error:  # whatever one rank trips over, the others must not wait for it
             self._refuse(where, _text(error), device)
         cp = CPContext(
@@ -214,11 +217,16 @@ class ContextParallelReturns(nn.Module):
         if dp_group is not None and self.config["group_center"] is not None:
             gathers.append(Counted(groups.given(dp_group)))
             dp = gathers[-1]
-        dp_cp = None
-        if self.config.whiten:
-            gathers.append(Counted(groups.data_and_context_parallel(dp_cp_group, pg_collection, cp)))
-            dp_cp = gathers[-1]
-        return _Groups(gathers[0], rank, size, dp, dp_cp, gathers)
+        wide = None
+        try:
+            wide = Counted(groups.data_and_context_parallel(dp_cp_group, pg_collection, cp))
+        except RuntimeError:
+            if self.config.whiten:
+                raise
+        dp_cp = wide if self.config.whiten else None
+        if dp_cp is not None:
+            gathers.append(dp_cp)
+        return _Groups(gathers[0], rank, size, dp, dp_cp, wide, gathers)
 
     def _check_arguments(self, tokens: dict, samples: dict, numbers: dict) -> None:
         """Each input that was given is used, and each that is needed was given."""
@@ -310,7 +318,10 @@ class ContextParallelReturns(nn.Module):
         try:
             returns, advantages = self._estimate(cp, where.dp, batch, samples)
         except CPInputError as error:
-            self._refuse(where, str(error), full_mask.device, after=2)
+            # Ranks that differ in `whiten` do what most of them would: nobody waits for one of them.
+            whitens = error.usual.get("whiten", str(config.whiten)) == "True"
+            here = replace(where, dp_cp=where.wide if whitens else None)
+            self._refuse(here, str(error), full_mask.device, after=2)
         told = batch.facts.told
         facts = replace(batch.facts, told=[])
         whitening = None

@@ -320,6 +320,24 @@ def test_a_dp_replica_with_other_settings_is_named():
     assert in_processes(fn, 4, cp_size=2) == [(text, None)] * 4
 
 
+@pytest.mark.parametrize(("cp_size", "bad"), [(4, 0), (4, 2), (2, 1), (2, 3)])
+def test_whitening_on_some_ranks_only_leaves_nobody_waiting(cp_size, bad):
+    """Ranks of a CP group that differ in `whiten` do as most of them would: join the wider group, or not."""
+
+    def fn(rank, peers):
+        good = batch(peers.cp_rank, peers.cp_size, peers.dp_rank)
+        texts = [call(peers, good, {"whiten": rank != bad})]
+        if cp_size == 4:
+            texts.append(call(peers, good, {"whiten": rank == bad}))
+        assert call(peers, good, {"whiten": True})[1] is None
+        return [(text, seconds < 5) for _, text, seconds in texts]
+
+    ranks = in_processes(fn, 4, cp_size=cp_size, timeout=30)
+    assert ranks == [ranks[0]] * 4
+    assert f"CP rank {bad % cp_size} of {cp_size}: whiten is False; expected True" in ranks[0][0][0]
+    assert all(soon for _, soon in ranks[0])
+
+
 @pytest.mark.parametrize("estimator", ["grpo", "reinforce_plus_plus"])
 def test_a_dp_group_hears_of_it_too_where_it_is_used(estimator):
     """With a group of data-parallel ranks (used by group estimators only) nobody waits for the rank at fault."""
