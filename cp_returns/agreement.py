@@ -169,7 +169,7 @@ def raise_together(
         text = text or f"{where}s were not given the same input, in something too long or too small to be shown"
     if text is not None:
         error = CPInputError(text)
-        error.usual = _usual([one.get("settings", {}) for one in told])
+        error.usual = _usual([one["settings"] for one in told if "settings" in one])
         raise error
 
 
