@@ -8,6 +8,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from numbers import Real
+from typing import Any
 
 import numpy as np
 import torch
@@ -27,20 +28,23 @@ _DTYPES = (*_FLOATS, torch.bool, torch.uint8, torch.int8, torch.int16, torch.int
 
 @dataclass(frozen=True)
 class Batch:
-    """A batch as formulas use it: selected, promoted, and with the facts that all ranks compare."""
+    """A batch as formulas use it: selected, promoted, and with the facts that all ranks compare.
+
+    Where the facts hold a problem the rest is empty, and no formula comes to see it.
+    """
 
     facts: Facts
-    inputs: Inputs = ()  # per-token, selected by the mask
-    numbers: Mapping[str, PerSample] | None = None  # gamma, lam, kl_coef, ..: a float or float64 [samples]
-    mask: Bool[Tensor, " full"] | None = None  # tokens that count: the loss mask of the samples that count
-    rewards: Float64[Tensor, " samples"] | None = None
-    counted: Bool[Tensor, " samples"] | None = None  # not left out by sample_mask or a missing reward
-    missing: Bool[Tensor, " samples"] | None = None  # a NaN reward
-    bootstrap: Float64[Tensor, " samples"] | None = None
-    prefix: Prefix | None = None  # of the mask
-    valid_counts: Int64[Tensor, " samples"] | None = None  # valid tokens of each whole response
-    keep: Int8[Tensor, " local"] | None = None  # this rank's mask as bits
-    totals: Mapping[str, Tensor] | None = None  # float64 sums of the inputs at this rank's valid tokens
+    inputs: Inputs  # per-token, selected by the mask
+    numbers: Mapping[str, PerSample]  # gamma, lam, kl_coef, ..: a float or float64 [samples]
+    mask: Bool[Tensor, " full"]  # tokens that count: the loss mask of the samples that count
+    rewards: Float64[Tensor, " samples"]
+    counted: Bool[Tensor, " samples"]  # not left out by sample_mask or a missing reward
+    missing: Bool[Tensor, " samples"]  # a NaN reward
+    bootstrap: Float64[Tensor, " samples"] | None
+    prefix: Prefix  # of the mask
+    valid_counts: Int64[Tensor, " samples"]  # valid tokens of each whole response
+    keep: Int8[Tensor, " local"]  # this rank's mask as bits
+    totals: Mapping[str, Tensor]  # sums of the inputs at this rank's valid tokens
 
     @property
     def dtype(self) -> torch.dtype:
@@ -85,88 +89,74 @@ def admit(
     more [N] inputs to compare.
     unselected: tokens that are used at masked positions too.
     """
-    layout = cp.layout
-    settings: dict[str, object] = {key: value for key, (value, _) in (choices or {}).items()}
-    settings |= {key: _plain(value) for key, value in numbers.items()} | {"nonfinite": nonfinite}
-    settings |= {"pieces of a sample": len(layout.owners)}
-    settings |= {f"dtype of {key}": _dtype(value) for key, value in tokens.items()}
-    shape = {
-        "response_length": layout.response_lengths,
-        "total_length": layout.total_lengths,
-        "length of its pieces": layout.piece,
-        "place in the stream": layout.begin,
-    }
-    facts = Facts(settings=settings, lengths=shape)
-    problem = _first_problem(
-        cp, full_mask, rewards, tokens, numbers, choices or {}, samples or {}, sample_mask, nonfinite
-    )
+    choices, samples = choices or {}, samples or {}
+    facts = _settings_and_lengths(cp, tokens, numbers, choices, nonfinite)
+    problem = _first_problem(cp, full_mask, rewards, tokens, numbers, choices, samples, sample_mask, nonfinite)
     if problem is not None:
-        return Batch(replace(facts, problem=problem))
-    device = full_mask.device
-    mask, checks = _mask(full_mask.detach(), layout)
-    original = mask
-    kept = torch.ones(layout.num_samples, dtype=torch.bool, device=device)
-    data = {"loss_mask": mask}
-    if sample_mask is not None:
-        kept, more = _sample_mask(sample_mask.detach().to(device))
-        checks += more
-        data["sample_mask"] = kept
+        return _refused(replace(facts, problem=problem), full_mask.device)
+    layout, device = cp.layout, full_mask.device
+    loss_mask, checks = _mask(full_mask.detach(), layout)
+    data = {"loss_mask": loss_mask}
     x = torch.zeros(layout.num_samples, dtype=torch.float64, device=device)
     if rewards is not None:
         x = rewards.detach().to(device, torch.float64)
-        x = torch.where(x.isnan(), torch.nan, x)  # NaN has many bit patterns
-        data["reward"] = x
+        data["reward"] = x = torch.where(x.isnan(), torch.nan, x)  # NaN has many bit patterns
         checks.append(_finite("reward", x, x.isinf(), "a finite number, or NaN where it is missing"))
-        kept = kept & ~x.isnan()
     missing = x.isnan()
+    kept = ~missing
+    if sample_mask is not None:
+        data["sample_mask"], more = _sample_mask(sample_mask.detach().to(device))
+        checks += more
+        kept = kept & data["sample_mask"]
+    mask = loss_mask
     if kept.is_cuda or not kept.all():
         mask = mask & _over_tokens(kept, layout.response_lengths)
         x = torch.where(kept, x, 0.0)
     values = {key: _number(value, layout.num_samples, device) for key, value in numbers.items()}
-    for key, value in values.items():
-        if isinstance(value, Tensor):
-            data[key] = value
-            good = value.isfinite() if key in _UNBOUNDED else (value >= 0) & (value <= _UPPER.get(key, 1.0))
-            checks.append(_finite(key, value, ~good, _range(key)))
-    for key, value in (samples or {}).items():
-        if value is not None:
-            data[key] = value.detach().to(device)
+    data |= {key: value for key, value in values.items() if isinstance(value, Tensor)}
+    checks += [_in_range(key, value) for key, value in values.items() if isinstance(value, Tensor)]
+    data |= {key: value.detach().to(device) for key, value in samples.items() if value is not None}
     bootstrap = data.get("bootstrap")
     if bootstrap is not None:
         bootstrap = bootstrap.double()
         checks.append(_finite("bootstrap", bootstrap, bootstrap.isinf(), "a finite number, or NaN where there is none"))
         bootstrap = torch.where(bootstrap.isfinite(), bootstrap, 0.0)
     keep = as_bits(cp.take(mask))
-    inputs, totals = [], {}
-    for key, value in tokens.items():
-        if value is None:
-            inputs.append(None)
-            continue
-        here = as_bits(cp.spread(kept)) if key in unselected else keep
-        value = select(value.detach(), here)
-        totals[key] = value.sum(dtype=value.dtype if value.dtype in _FLOATS[2:] else torch.float32)
-        if nonfinite == "error":
-            checks += _tokens_finite(cp, key, value, totals[key])
-        if key == "token_rewards":
-            checks.append(_masked_rewards(cp, tokens[key].detach(), original))
-        inputs.append(value)
+    here = {name: as_bits(cp.spread(kept)) for name in unselected}
+    inputs = {name: None if y is None else select(y.detach(), here.get(name, keep)) for name, y in tokens.items()}
+    totals = {name: _total(y) for name, y in inputs.items() if y is not None}
+    if nonfinite == "error":
+        checks += [_tokens_finite(cp, name, y, totals[name]) for name, y in inputs.items() if _can_be_infinite(y)]
+    token_rewards = tokens.get("token_rewards")
+    if token_rewards is not None:
+        checks.append(_masked_rewards(cp, token_rewards.detach(), loss_mask))
     prefix = Prefix(mask)
-    ends = like(np.cumsum(layout.response_lengths), native(mask))
-    upto = tensor(prefix.before(ends))
-    return Batch(
-        replace(facts, data=data, checks=checks),
-        tuple(inputs),
-        values,
-        mask,
-        x,
-        kept,
-        missing,
-        bootstrap,
-        prefix,
-        upto.diff(prepend=upto.new_zeros(1)),
-        keep,
-        totals,
-    )
+    upto = tensor(prefix.before(like(np.cumsum(layout.response_lengths), native(mask))))
+    counts = upto.diff(prepend=upto.new_zeros(1))
+    facts = replace(facts, data=data, checks=checks)
+    return Batch(facts, tuple(inputs.values()), values, mask, x, kept, missing, bootstrap, prefix, counts, keep, totals)
+
+
+def _settings_and_lengths(cp: CPContext, tokens, numbers, choices, nonfinite: str) -> Facts:
+    """What the host knows of the call and all ranks must hold alike."""
+    layout = cp.layout
+    settings: dict[str, object] = {key: value for key, (value, _) in choices.items()}
+    settings |= {key: _plain(value) for key, value in numbers.items()} | {"nonfinite": nonfinite}
+    settings |= {"pieces of a sample": len(layout.owners)}
+    settings |= {f"dtype of {key}": _dtype(value) for key, value in tokens.items()}
+    lengths = {
+        "response_length": layout.response_lengths,
+        "total_length": layout.total_lengths,
+        "length of its pieces": layout.piece,
+        "place in the stream": layout.begin,
+    }
+    return Facts(settings=settings, lengths=lengths)
+
+
+def _refused(facts: Facts, device: torch.device) -> Batch:
+    none = torch.zeros(0, dtype=torch.bool, device=device)
+    numbers = none.double()
+    return Batch(facts, (), {}, none, numbers, none, none, None, Prefix(none), none.long(), as_bits(none), {})
 
 
 _UNBOUNDED = ("kl_coef",)
@@ -217,7 +207,7 @@ def _number_problem(key: str, value: object, samples: int) -> Problem | None:
         return None if fits else Problem(f"shape of {key}", list(value.shape), f"[] or [{samples}]")
     good = isinstance(value, Real) and math.isfinite(value)
     if good and key not in _UNBOUNDED:
-        good = 0 <= value <= _UPPER.get(key, 1.0)
+        good = 0 <= float(value) <= _UPPER.get(key, 1.0)
     return None if good else Problem(key, repr(value), _range(key))
 
 
@@ -228,13 +218,9 @@ def _number(value, samples: int, device: torch.device) -> PerSample:
 
 
 def _plain(value: object) -> object:
-    return (
-        f"{len(value)} numbers"
-        if isinstance(value, Tensor) and value.dim()
-        else "a tensor"
-        if isinstance(value, Tensor)
-        else value
-    )
+    if isinstance(value, Tensor):
+        return f"{len(value)} numbers" if value.dim() else "a tensor"
+    return value
 
 
 def _dtype(x: object) -> str:
@@ -271,17 +257,28 @@ def _finite(name: str, x: Tensor, bad: Tensor, expected: str) -> Check:
     return Check(bad.any(), find)
 
 
-def _tokens_finite(cp: CPContext, name: str, x: Tensor, total: Tensor) -> list[Check]:
+def _in_range(name: str, x: Tensor) -> Check:
+    good = x.isfinite() if name in _UNBOUNDED else (x >= 0) & (x <= _UPPER.get(name, 1.0))
+    return _finite(name, x, ~good, _range(name))
+
+
+def _total(x: Tensor) -> Tensor:
+    return x.sum(dtype=x.dtype if x.dtype in _FLOATS[2:] else torch.float32)
+
+
+def _can_be_infinite(x: Tensor | None) -> bool:
+    return x is not None and x.dtype in _FLOATS
+
+
+def _tokens_finite(cp: CPContext, name: str, x: Any, total: Tensor) -> Check:
     """NaN and inf at valid tokens. The sum is the cheap test: they never leave it finite. If it overflows, `find`
     knows better.
     """
-    if x.dtype not in _FLOATS:
-        return []
 
     def find() -> Problem | None:
         return _locate_local(cp, name, x, ~x.isfinite(), "a finite number at a valid token")
 
-    return [Check(~total.isfinite(), find)]
+    return Check(~total.isfinite(), find)
 
 
 def _masked_rewards(cp: CPContext, x: Tensor, mask: Tensor) -> Check:

@@ -4,7 +4,7 @@ megatron-core is never imported: where nobody has imported it, it has no groups 
 """
 
 import sys
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -90,7 +90,7 @@ def _over(group: Group) -> AllGather:
     if hasattr(group, "get_group"):  # DeviceMesh
         return over(group.get_group())
     if callable(group) and hasattr(group, "rank") and hasattr(group, "size"):
-        return group
+        return cast("AllGather", group)
     raise TypeError(f"{group!r} is no process group, one-dimensional DeviceMesh, or all-gather with a rank and a size")
 
 

@@ -20,6 +20,7 @@ import numpy as np
 from cp_returns.errors import CPInputError
 
 Integers = np.ndarray
+Lengths = Sequence[int] | Integers
 
 
 @dataclass(frozen=True, eq=False)
@@ -93,12 +94,12 @@ class Layout:
 
 
 def zigzag(
-    total_lengths: Sequence[int],
-    response_lengths: Sequence[int],
+    total_lengths: Lengths,
+    response_lengths: Lengths,
     cp_size: int,
     *,
     multiple: int = 1,
-    padded_lengths: Sequence[int] | None = None,
+    padded_lengths: Lengths | None = None,
 ) -> Layout:
     """Zigzag: 2 * cp_size pieces a sample; rank r owns pieces r and 2 * cp_size - 1 - r.
 
@@ -115,12 +116,12 @@ def zigzag(
 
 
 def contiguous(
-    total_lengths: Sequence[int],
-    response_lengths: Sequence[int],
+    total_lengths: Lengths,
+    response_lengths: Lengths,
     cp_size: int,
     *,
     multiple: int = 1,
-    padded_lengths: Sequence[int] | None = None,
+    padded_lengths: Lengths | None = None,
 ) -> Layout:
     """Contiguous in each sample: cp_size pieces, rank r owns piece r. Arguments and errors as for `zigzag`."""
     owners = np.arange(_size(cp_size), dtype=np.int64)
@@ -128,12 +129,12 @@ def contiguous(
 
 
 def contiguous_pack(
-    total_lengths: Sequence[int],
-    response_lengths: Sequence[int],
+    total_lengths: Lengths,
+    response_lengths: Lengths,
     cp_size: int,
     *,
     stream_length: int,
-    padded_lengths: Sequence[int] | None = None,
+    padded_lengths: Lengths | None = None,
 ) -> Layout:
     """Contiguous over the pack (slime's `allgather_cp`): samples concatenated to one stream, which is cut in cp_size.
 
@@ -192,7 +193,7 @@ def _size(cp_size: int) -> int:
     return int(cp_size)
 
 
-def _lengths(total_lengths: Sequence[int], response_lengths: Sequence[int]) -> tuple[Integers, Integers]:
+def _lengths(total_lengths: Lengths, response_lengths: Sequence[int]) -> tuple[Integers, Integers]:
     total, response = _integers("total_lengths", total_lengths), _integers("response_lengths", response_lengths)
     if len(total) != len(response):
         raise CPInputError(
@@ -208,7 +209,7 @@ def _lengths(total_lengths: Sequence[int], response_lengths: Sequence[int]) -> t
     return total, response
 
 
-def _padded(padded_lengths: Sequence[int], total: Integers, *, divisor: int) -> Integers:
+def _padded(padded_lengths: Lengths, total: Integers, *, divisor: int) -> Integers:
     padded = _integers("padded_lengths", padded_lengths)
     if len(padded) != len(total):
         raise CPInputError(f"{len(padded)} padded_lengths for {len(total)} samples; expected one a sample")
@@ -222,7 +223,7 @@ def _padded(padded_lengths: Sequence[int], total: Integers, *, divisor: int) -> 
     return padded
 
 
-def _integers(name: str, x: Sequence[int]) -> Integers:
+def _integers(name: str, x: Lengths) -> Integers:
     array = np.asarray(x).reshape(-1)
     if array.size and array.dtype.kind not in "iu":
         raise CPInputError(f"{name} is {x!r:.80}; expected one integer a sample")

@@ -10,7 +10,7 @@ IEEE multiplies and adds, never a matmul or a fused multiply-add: a segment's bi
 The accumulation is float64 and is rounded once, at the end.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +20,7 @@ from jaxtyping import Float64, Int8, Shaped
 from torch import Tensor
 
 from cp_returns.arrays import Array, library, like, native
+from cp_returns.layout import Lengths
 
 BLOCK = 16
 TILE = 8192  # blocks: 1 MiB of float64 rows stays in cache while it is worked on
@@ -30,7 +31,7 @@ PerSegment = float | Float64[Tensor, " segments"]
 
 def reverse_scan(
     x: Shaped[Tensor, " tokens"],
-    lengths: Sequence[int],
+    lengths: Lengths,
     decay: PerSegment,
     *,
     step: Tensor | None = None,
@@ -50,10 +51,9 @@ def reverse_scan(
         if decay.shape not in ((), (len(lengths),)):
             raise ValueError(f"decay has shape {list(decay.shape)}; expected [] or [{len(lengths)}], one a segment")
         decay = decay.detach().double().expand(len(lengths))
-    keep = None if step is None else as_bits(step)
-    ticks = as_bits(tick) if tick is not None else keep
-    if tick is not None and keep is not None:
-        ticks = ticks & keep
+    keep = ticks = None if step is None else as_bits(step)
+    if tick is not None:
+        ticks = as_bits(tick) if keep is None else as_bits(tick) & keep
     x = select(x.detach(), keep)
     return scan(x, lengths, decay, keep=keep, tick=ticks, dtype=result_dtype(x))
 
@@ -114,7 +114,7 @@ class Scan:
 
 def begin(
     x: Shaped[Tensor, " tokens"],
-    lengths: Sequence[int],
+    lengths: Lengths,
     decay: PerSegment,
     *,
     scale: PerSegment = 1.0,
@@ -148,7 +148,7 @@ def finish(scan: Scan, entering: Float64[Tensor, " segments"] | None = None, *, 
 
 def scan(
     x: Shaped[Tensor, " tokens"],
-    lengths: Sequence[int],
+    lengths: Lengths,
     decay: PerSegment,
     *,
     scale: PerSegment = 1.0,
@@ -164,7 +164,7 @@ def scan(
     return out
 
 
-def plan(lengths: Sequence[int], *, one: bool = False) -> Iterator[Group]:
+def plan(lengths: Lengths, *, one: bool = False) -> Iterator[Group]:
     """Groups of neighbouring segments of at most TILE blocks, last group first (`one`: all in one, as a GPU wants it).
 
     A longer segment is a group of its own, or several, cut from its end.
@@ -347,10 +347,10 @@ def _per_block(value: PerSegment, group: Group) -> Any:
     """A value per segment -> one per block of the group; a float stays a float."""
     if not isinstance(value, Tensor):
         return float(value)
-    value = native(value)[group.segments]
-    if isinstance(value, np.ndarray):
-        return np.repeat(value, group.blocks)
-    return value.repeat_interleave(like(group.blocks, value), output_size=group.num_blocks)
+    own = native(value)[group.segments]
+    if isinstance(own, np.ndarray):
+        return np.repeat(own, group.blocks)
+    return own.repeat_interleave(like(group.blocks, own), output_size=group.num_blocks)
 
 
 def _decays(decay: Any, ticks: Array) -> Array:

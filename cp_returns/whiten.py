@@ -1,6 +1,7 @@
 """Whitening over the valid tokens of all ranks: one small collective, always joined, never NaN."""
 
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 from jaxtyping import Float64, Shaped
@@ -21,7 +22,7 @@ def options(
     center: bool = True,
     shift_mean: bool = True,
     scale: bool = True,
-) -> dict[str, object]:
+) -> dict[str, Any]:
     """The options of `whiten` by name."""
     return {
         "ddof": ddof,
@@ -108,7 +109,7 @@ def merge(messages: Float64[Tensor, "ranks 3"]) -> Float64[Tensor, "3"]:
     return torch.stack([total, origin + shift, m2.sum() + (weight * (d - shift).square()).sum()])
 
 
-def apply(x: Tensor, bits: Tensor, merged: Float64[Tensor, "3"], options: Mapping[str, object]) -> Tensor:
+def apply(x: Tensor, bits: Tensor, merged: Float64[Tensor, "3"], options: Mapping[str, Any]) -> Tensor:
     """Whiten this rank's tokens by the moments of all."""
     weight, mean, m2 = merged.unbind()
     y = x.detach().double()
@@ -124,7 +125,7 @@ def apply(x: Tensor, bits: Tensor, merged: Float64[Tensor, "3"], options: Mappin
     return select(y.to(result_dtype(x)), torch.where(weight == 0, 0, bits))
 
 
-def _first_problem(x: Tensor, mask: Tensor, weights: Tensor | None, options: Mapping[str, object]) -> Problem | None:
+def _first_problem(x: Tensor, mask: Tensor, weights: Tensor | None, options: Mapping[str, Any]) -> Problem | None:
     for name, y in (("x", x), ("mask", mask), ("weights", weights)):
         if y is not None and y.is_complex():
             return Problem(f"dtype of {name}", y.dtype, "a float, int or bool dtype")
