@@ -337,14 +337,15 @@ def test_a_non_finite_number_at_a_valid_token_is_an_error_that_names_it(door):
     ("change", "text"),
     [
         ({"mask": 2}, "sample 9, token 5, loss_mask is 2"),
+        ({"mask": 0.5}, "sample 9, token 5, loss_mask is 0.5"),
         ({"rewards": INF}, "sample 9, reward is inf"),
         ({"sample_mask": 0.5}, "sample 9, sample_mask is 0.5"),
     ],
-    ids=["mask", "reward", "sample_mask"],
+    ids=["mask", "soft mask", "reward", "sample_mask"],
 )
 def test_what_is_never_allowed_is_named(door, change, text):
     ((name, value),) = change.items()
-    x = (BATCH.mask.long() if name == "mask" else BATCH.samples[name]).clone()
+    x = (BATCH.mask.to(type(value)) if name == "mask" else BATCH.samples[name]).clone()
     if name == "mask":
         BATCH.rows(x)[9][5] = value
     else:

@@ -127,10 +127,12 @@ def test_I32_a_mean_over_a_sequence_counts_its_valid_tokens():
     """whiten_weight="sequence" weighs a token by 1 / valid tokens of its sample, whatever the masked slots hold."""
     batch = make([(2, 3), (2, 4)], [[1, 0, 1], [1, 0, 0, 0]]).change(kl=torch.tensor([1, NAN, 3, 4, NAN, INF, 3e38]))
     config = {"kl_coef": -1.0, "gamma": 0.0, "whiten": True, "whiten_weight": "sequence"}
-    out = run(module("rf++", "kl", estimator="reinforce_plus_plus", **config), batch)
+    door = module("rf++", "kl", estimator="reinforce_plus_plus", **config)
+    out = run(door, batch)
     whitening = out.infos[0].whitening
     assert (whitening.population, whitening.mean) == (2, 3.0)
-    assert out.infos[0].kl_mean == pytest.approx(8 / 3)  # the mean KL is of tokens, however whitening weighs them
+    for info in (*out.infos, *run(door, batch, 2).infos):
+        assert info.kl_mean == pytest.approx(8 / 3)  # the mean KL is of tokens, however whitening weighs them
 
 
 def test_I44_and_I66_nan_in_a_masked_slot():
