@@ -105,7 +105,7 @@ def diagnose(case: Case, rerun: Callable[[Case], Diagnosis | None] = lambda case
         return _nan(case)
     known = np.isfinite(case.expected)
     finite = Case(np.where(known, case.expected, 0.0), np.where(known, case.got, 0.0), case.tol, case.at)
-    tests = (scale, per_group, wrong_order, shift, sites, mask_moved)
+    tests = (scale, local_count, per_group, wrong_order, shift, sites, mask_moved)
     for test in (*tests, rerun, empty_shards):
         found = test(case if test is rerun else finite)
         if found is not None:
@@ -144,6 +144,25 @@ def _multiplied(case: Case, factor: float) -> bool:
     return bool((np.abs(case.got - factor * case.expected) <= room).all())
 
 
+def local_count(case: Case) -> Diagnosis | None:
+    """Every number times all valid tokens / those of its own rank (of its CP or DP rank), or that over the ranks."""
+    at = case.at
+    if not at.per_token:
+        return None
+    for name, group in (("rank", at.world_rank), ("CP rank", at.rank), ("DP rank", at.dp_rank)):
+        counts = np.bincount(group[at.valid], minlength=int(group.max(initial=0)) + 1)
+        n, some = counts.sum(), counts[counts > 0]
+        if len(some) < 2 or not np.ptp(some):
+            continue
+        for ranks, averaged in ((1, ""), (len(counts), ", and averaged over the ranks")):
+            factor = np.divide(n / ranks, counts, out=np.zeros(len(counts)), where=counts > 0)
+            if case.explained_by(factor[group] * case.expected):
+                own = ", ".join(f"{g}: {n} / {c}" for g, c in enumerate(counts) if c)
+                why = f"each {name} has the factor of its valid tokens ({own}): divided by the local count{averaged}"
+                return Diagnosis("local count", why)
+    return None
+
+
 def per_group(case: Case) -> Diagnosis | None:
     """got = a * expected + b on the valid tokens of all ranks, or with its own a and b on each group of ranks."""
     at = case.at
@@ -162,20 +181,6 @@ def per_group(case: Case) -> Diagnosis | None:
         fits = _affine(case, group, use)
         if fits is None:
             continue
-        counts = np.array([np.count_nonzero(use & (group == g)) for g in fits])
-        slopes, offsets = (np.array(column) for column in zip(*fits.values(), strict=True))
-        known = ~np.isnan(slopes)
-        largest = np.abs(case.got[use]).max()
-        if (np.abs(offsets[known]) <= 1e-3 * largest).all():
-            n = np.count_nonzero(use)
-            share = (slopes * counts / n)[known]
-            if len(fits) > 1 and known.sum() > 1 and np.ptp(share) <= 1e-3 * abs(share[0]) and np.ptp(counts[known]):
-                times = ", ".join(f"{g}: {a:.4g}" for g, a in zip(fits, slopes, strict=True) if not np.isnan(a))
-                return Diagnosis(
-                    "local count",
-                    f"each {name} has its own factor ({times}), {share[0]:.3g} * (all {n} valid tokens / its own "
-                    f"{counts[known].tolist()}): divided by the local token count",
-                )
         shown = ", ".join(f"{g}: {a:.4g} x {b:+.4g}" for g, (a, b) in list(fits.items())[:8])
         which = "all ranks share one a, b" if name == "all ranks" else f"each {name} has its own a, b"
         return Diagnosis(
@@ -187,7 +192,7 @@ def per_group(case: Case) -> Diagnosis | None:
 def _affine(case: Case, group: Array, use: Array) -> dict[int, tuple[float, float]] | None:
     """(a, b) of each group through its smallest and largest number, if all others lie on the line; else None.
 
-    A group whose expected numbers are all equal has slope NaN. Needs three numbers that could have been off the line.
+    A group whose expected numbers are all equal has slope NaN. Needs three numbers that could have been off a line that is not y = x.
     """
     fits, spare = {}, 0
     for g in np.unique(group[use]):
@@ -204,7 +209,7 @@ def _affine(case: Case, group: Array, use: Array) -> dict[int, tuple[float, floa
         if (np.abs(y - (a * x + b)) > _LOOSE * max(abs(a), 1.0) * case.tol[mine]).any():
             return None
         distinct = len(np.unique(np.round((x - x[low]) / (x[high] - x[low]), 4)))
-        spare += distinct - 2
+        spare += distinct - 2 if case.off[mine].any() else 0
         fits[int(g)] = (float(a), float(b))
     slopes = np.array([a for a, _ in fits.values()])
     return fits if spare >= 3 and not np.isnan(slopes).all() else None
