@@ -93,7 +93,8 @@ def admit(
     facts = _settings_and_lengths(cp, tokens, numbers, choices, nonfinite)
     problem = _first_problem(cp, full_mask, rewards, tokens, numbers, choices, samples, sample_mask, nonfinite)
     if problem is not None:
-        return _refused(replace(facts, problem=problem), full_mask.device)
+        known = [x.device for x in (full_mask, rewards, *tokens.values()) if isinstance(x, Tensor)]
+        return _refused(replace(facts, problem=problem), known[0] if known else torch.device("cpu"))
     layout, device = cp.layout, full_mask.device
     loss_mask, checks = _mask(full_mask.detach(), layout)
     data = {"loss_mask": loss_mask}
