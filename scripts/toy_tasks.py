@@ -3,7 +3,7 @@
 echo:   offset x SEP -> x x x EOS, a reward a token; with `turns` the environment asks again, up to that many times,
 and its
         questions are the gaps of the loss mask. The random offset makes responses straddle the borders of pieces.
-repeat: x1 x2 SEP -> x1 x2 EOS, one reward at the end.
+repeat: x SEP -> x EOS, one reward at the end, no offset.
 """
 
 from collections.abc import Callable
@@ -75,8 +75,8 @@ def echo(integer: Callable[[int, int], int], width: int, turns: int) -> tuple[li
 
 def repeat(integer: Callable[[int, int], int], width: int, turns: int) -> tuple[list[int], list[bool], int]:
     """As `echo`."""
-    word = [integer(1, 5), integer(1, 5)]
-    return [*word, SEP, *word, EOS], [False] * 3 + [True] * 3, 3
+    x = integer(1, 5)
+    return [x, SEP, x, EOS], [False, False, True, True], 2
 
 
 TASKS = {"echo": echo, "repeat": repeat}
