@@ -192,7 +192,8 @@ def per_group(case: Case) -> Diagnosis | None:
 def _affine(case: Case, group: Array, use: Array) -> dict[int, tuple[float, float]] | None:
     """(a, b) of each group through its smallest and largest number, if all others lie on the line; else None.
 
-    A group whose expected numbers are all equal has slope NaN. Needs three numbers that could have been off a line that is not y = x.
+    A group whose expected numbers are all equal has slope NaN. In groups that differ at all, three numbers must be more
+    than the two that any line goes through.
     """
     fits, spare = {}, 0
     for g in np.unique(group[use]):
