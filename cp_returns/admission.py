@@ -7,7 +7,6 @@ Nothing raises here: the first problem of a rank becomes part of its facts, and 
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from numbers import Real
 from typing import Any
 
 import numpy as np
@@ -206,10 +205,11 @@ def _number_problem(key: str, value: object, samples: int) -> Problem | None:
             return Problem(f"dtype of {key}", value.dtype, "a float, int or bool dtype")
         fits = value.dim() == 0 or tuple(value.shape) == (samples,)
         return None if fits else Problem(f"shape of {key}", list(value.shape), f"[] or [{samples}]")
-    good = isinstance(value, Real) and math.isfinite(value)
-    if good and key not in _UNBOUNDED:
-        good = 0 <= float(value) <= _UPPER.get(key, 1.0)
-    return None if good else Problem(key, repr(value), _range(key))
+    if isinstance(value, int | float | np.integer | np.floating) and math.isfinite(value):
+        number = float(value)
+        if key in _UNBOUNDED or 0 <= number <= _UPPER.get(key, 1.0):
+            return None
+    return Problem(key, repr(value), _range(key))
 
 
 def _number(value, samples: int, device: torch.device) -> PerSample:

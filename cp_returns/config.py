@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from numbers import Real
 from typing import Any
 
 from cp_returns.baselines import CENTERS, SCALES, SINGLETONS
@@ -111,7 +110,9 @@ class ReturnsConfig:
         for name in ("whiten_eps", "group_eps", "kl_clamp"):
             value = getattr(self, name)
             positive = name == "kl_clamp"
-            if value is not None and not (isinstance(value, Real) and value >= 0 and (value > 0 or not positive)):
+            if value is not None and not (
+                isinstance(value, int | float) and value >= 0 and (value > 0 or not positive)
+            ):
                 wanted = "a positive number" if positive else "a number that is at least 0"
                 raise CPInputError(f"{name} is {value!r}; expected {wanted}")
         used = self.defaults()

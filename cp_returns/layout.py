@@ -193,7 +193,7 @@ def _size(cp_size: int) -> int:
     return int(cp_size)
 
 
-def _lengths(total_lengths: Lengths, response_lengths: Sequence[int]) -> tuple[Integers, Integers]:
+def _lengths(total_lengths: Lengths, response_lengths: Lengths) -> tuple[Integers, Integers]:
     total, response = _integers("total_lengths", total_lengths), _integers("response_lengths", response_lengths)
     if len(total) != len(response):
         raise CPInputError(

@@ -3,16 +3,14 @@ trainers hold them.
 """
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
-from numbers import Integral, Real
-from typing import Any
+from typing import Any, NoReturn
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
-from cp_returns import groups
+from cp_returns import groups, lists
 from cp_returns.admission import Batch, admit
 from cp_returns.agreement import Facts, Problem, agree, refuse
 from cp_returns.collectives import AllGather, Counted, alone, call
@@ -28,6 +26,8 @@ from cp_returns.estimators import (
 )
 from cp_returns.kl import approx_kl
 from cp_returns.layout import Layout, contiguous_pack
+from cp_returns.lists import pack, per_sample
+from cp_returns.report import Info, Returns, Whitening
 from cp_returns.scan import as_bits
 from cp_returns.whiten import MESSAGE, apply, merge, moments
 from cp_returns.whiten import options as whiten_options
@@ -36,42 +36,6 @@ logger = logging.getLogger(__name__)
 
 
 _NUMBERS = ("gamma", "lam", "lam_value", "lam_alpha", "kl_coef")
-
-
-@dataclass(frozen=True)
-class Whitening:
-    """The population of the whitening, the same on every rank: its weight (tokens, or samples), mean and variance."""
-
-    population: float
-    mean: float
-    var: float
-
-
-@dataclass(frozen=True)
-class Info:
-    """What a call saw and did. `scope` says over what a number is complete, so that nobody sums it twice."""
-
-    samples: int
-    valid_tokens: int
-    fully_masked: int
-    missing_rewards: int
-    kl_in_reward: bool
-    kl_sum: float
-    kl_mean: float
-    whitening: Whitening | None
-    bytes_sent: int
-    collectives: int
-    scope: Mapping[str, str]
-
-
-@dataclass(frozen=True)
-class Returns:
-    """This rank's shards, in the order and lengths of the input; `masks` are the local masks that were used."""
-
-    returns: list[Tensor]
-    advantages: list[Tensor]
-    masks: list[Tensor]
-    info: Info
 
 
 @dataclass(frozen=True)
@@ -185,16 +149,18 @@ class ContextParallelReturns(nn.Module):
                 what = type(loss_masks).__name__
                 raise CPInputError(f"loss_masks is a {what}; expected a list of tensors, whole responses on every rank")
             device = next((x.device for x in loss_masks if isinstance(x, Tensor)), device)
-            padded = _padded_lengths(padded_lengths, packed_seq_params)
+            padded = lists.padded_lengths(padded_lengths, packed_seq_params)
             layout = self._layout(total_lengths, response_lengths, where.size, padded, stream_length)
             packed = {
-                name: _pack(name, x, layout.lengths(where.rank), layout.response_lengths, device)
+                name: pack(name, x, layout.lengths(where.rank), layout.response_lengths, device)
                 for name, x in tokens.items()
             }
-            full_mask = _pack("loss_masks", loss_masks, layout.response_lengths, layout.response_lengths, device)
-            per_sample = {name: _per_sample(name, x, layout.num_samples, device) for name, x in samples.items()}
-            lists = {name: x for name, x in numbers.items() if isinstance(x, list | tuple)}
-            numbers |= {name: _per_sample(name, x, layout.num_samples, device) for name, x in lists.items()}
+            packed["loss_masks"] = pack(
+                "loss_masks", loss_masks, layout.response_lengths, layout.response_lengths, device
+            )
+            numbers_of = {name: per_sample(name, x, layout.num_samples, device) for name, x in samples.items()}
+            many = {name: x for name, x in numbers.items() if isinstance(x, list | tuple)}
+            numbers |= {name: per_sample(name, x, layout.num_samples, device) for name, x in many.items()}
         except Exception as error:  # whatever one rank trips over, the others must not wait for it
             self._refuse(where, _text(error), device)
         cp = CPContext(
@@ -205,9 +171,7 @@ class ContextParallelReturns(nn.Module):
             self.config.agreement,
             settings={f.name: self.config[f.name] for f in fields(self.config)},
         )
-        return self._compute(
-            cp, where, packed, full_mask, per_sample, {k: v for k, v in numbers.items() if v is not None}
-        )
+        return self._compute(cp, where, packed, numbers_of, {k: v for k, v in numbers.items() if v is not None})
 
     def _resolve(self, *, cp_group, dp_cp_group, dp_group, pg_collection, packed_seq_params) -> _Groups:
         cp = groups.context_parallel(cp_group, packed_seq_params, pg_collection)
@@ -278,7 +242,7 @@ class ContextParallelReturns(nn.Module):
         cut = LAYOUTS[self.config.layout]
         return cut(total_lengths, response_lengths, cp_size, multiple=self.config.multiple, padded_lengths=padded)
 
-    def _refuse(self, where: _Groups, text: str, device: torch.device, *, after: int = 0) -> None:
+    def _refuse(self, where: _Groups, text: str, device: torch.device, *, after: int = 0) -> NoReturn:
         """Tell every group that this call cannot go on, in the order in which a good call meets them; raises
         CPInputError.
         """
@@ -307,9 +271,8 @@ class ContextParallelReturns(nn.Module):
                     text = str(error)
         raise CPInputError(text)
 
-    def _compute(
-        self, cp: CPContext, where: _Groups, packed: dict, full_mask: Tensor, samples: dict, numbers: dict
-    ) -> Returns:
+    def _compute(self, cp: CPContext, where: _Groups, packed: dict, samples: dict, numbers: dict) -> Returns:
+        full_mask: Tensor = packed.pop("loss_masks")
         config = self.config
         try:
             batch = self._admit(cp, packed, full_mask, samples, numbers)
@@ -325,7 +288,7 @@ class ContextParallelReturns(nn.Module):
         told = batch.facts.told
         facts = replace(batch.facts, told=[])
         whitening = None
-        if config.whiten:
+        if where.dp_cp is not None:
             advantages, whitening = self._whiten(cp, where.dp_cp, batch, facts, advantages)
         return self._report(cp, where, batch, facts, told, returns, advantages, whitening)
 
@@ -430,8 +393,8 @@ class ContextParallelReturns(nn.Module):
             },
         )
         sizes = cp.layout.lengths(cp.rank).tolist()
-        lists = (list(torch.split(x, sizes)) for x in (returns, advantages, batch.keep.bool()))
-        return Returns(*lists, info)
+        shards = [list(torch.split(x, sizes)) for x in (returns, advantages, batch.keep.bool())]
+        return Returns(shards[0], shards[1], shards[2], info)
 
 
 def _formula_inputs(config: ReturnsConfig) -> tuple[str, ...]:
@@ -459,62 +422,7 @@ def _approx_kl(
         if tuple(x.shape) != (expected,):
             return None, Problem(f"shape of {name}", list(x.shape), f"[{expected}]")
     mask = cp.take(full_mask) != 0
-    kl = approx_kl(a, b, mask, kind=config.kl, clamp=config.kl_clamp)
+    kl = approx_kl(a, b, mask, kind=config["kl"], clamp=config.kl_clamp)
     if config.kl_clamp is not None:  # it would hide an infinite log-prob
         kl = torch.where((a.to(kl.dtype) - b.to(kl.dtype)).isfinite() | ~mask, kl, torch.nan)
     return kl, None
-
-
-def _padded_lengths(padded_lengths, packed_seq_params) -> Any:
-    cu_seqlens = getattr(packed_seq_params, "cu_seqlens_q_padded", None)
-    if padded_lengths is not None or cu_seqlens is None:
-        return padded_lengths
-    return np.diff(cu_seqlens.detach().cpu().numpy())
-
-
-def _pack(
-    name: str, xs: Sequence[Tensor] | None, lengths: np.ndarray, full: np.ndarray, device: torch.device
-) -> Tensor | None:
-    """A list of one tensor a sample -> packed; each must have the length that its sample has here."""
-    if xs is None:
-        return None
-    if not isinstance(xs, Sequence) or len(xs) != len(lengths):
-        what = f"a list of {len(xs)}" if isinstance(xs, Sequence) else f"a {type(xs).__name__}"
-        raise CPInputError(f"{name} is {what}; expected a list of {len(lengths)} tensors, one a sample")
-    if not len(xs):
-        return torch.zeros(0, device=device)
-    expected = lengths.tolist()
-    if not all(isinstance(x, Tensor) for x in xs) or [x.shape for x in xs] != [(length,) for length in expected]:
-        for i, (x, length) in enumerate(zip(xs, expected, strict=True)):
-            if not isinstance(x, Tensor) or x.shape != (length,):
-                given = f"has shape {list(x.shape)}" if isinstance(x, Tensor) else f"is a {type(x).__name__}"
-                whole = "" if length == full[i] else f" (the whole response has {full[i]})"
-                raise CPInputError(
-                    f"sample {i}, {name} {given}; expected a tensor [{length}], the tokens this rank owns{whole}"
-                )
-    kinds = [(x.dtype, x.device) for x in xs]
-    if kinds.count((xs[0].dtype, device)) != len(kinds):
-        i = next(i for i, kind in enumerate(kinds) if kind != (xs[0].dtype, device))
-        raise CPInputError(
-            f"sample {i}, {name} is {xs[i].dtype} on {xs[i].device}; expected {xs[0].dtype} on {device}, as the others"
-        )
-    return torch.cat(list(xs)).detach()
-
-
-def _per_sample(name: str, x: Sequence[float] | Tensor | None, samples: int, device: torch.device) -> Tensor | None:
-    if x is None:
-        return None
-    dtype = torch.int64 if name == "group_ids" else torch.float64
-    if not isinstance(x, Tensor):
-        shapes = [list(y.shape) for y in x if isinstance(y, Tensor) and y.dim()]
-        if shapes:
-            raise CPInputError(f"{name} holds a tensor of shape {shapes[0]}; expected one number a sample")
-        numbers = [y.item() if isinstance(y, Tensor) else y for y in x]
-        kind, words = (Integral, "an integer") if name == "group_ids" else (Real, "a number")
-        for i, number in enumerate(numbers):
-            if not isinstance(number, kind):
-                raise CPInputError(f"sample {i}, {name} is {number!r}; expected {words}")
-        x = torch.tensor(numbers, dtype=dtype)
-    if tuple(x.shape) != (samples,):
-        raise CPInputError(f"{name} has shape {list(x.shape)}; expected [{samples}], one number a sample")
-    return x.detach().to(device)

@@ -237,12 +237,15 @@ def _scan_tile(x: Array, group: Group, starts, decay, scale, impulse, keep, tick
 
 def _add_impulses(rows: Array, group: Group, starts: np.ndarray, offsets: Tensor, values: Tensor) -> None:
     """Add one value a segment at an offset; of a segment in several groups, in the one that holds the place."""
+    here_first: Array = like(group.first * BLOCK + group.pads[group.some], rows)
+    offset: Array
+    value: Array
     offset, value = (native(part)[group.segments][like(group.some, rows)] for part in (offsets, values))
     if len(group.some) == 1 and not isinstance(rows, Tensor):
         offset = offset - (group.tokens.start - starts[group.segments.start + group.some[0]])
         here = (offset >= 0) & (offset < group.lengths[group.some])
         offset, value = np.where(here, offset, 0), np.where(here, value, 0.0)
-    position = offset + like(group.first * BLOCK + group.pads[group.some], rows)
+    position = offset + here_first
     rows[position % BLOCK, position // BLOCK] += value  # one a segment: no position twice
 
 

@@ -16,8 +16,8 @@ PACKAGE = ROOT / "cp_returns"
 # A module imports only from lower levels, also inside functions.
 LEVELS = [
     {"errors", "arrays"},
-    {"layout", "reference", "collectives", "kl", "masks", "presets", "diagnose", "_scan_triton"},
-    {"scan", "agreement", "groups"},
+    {"layout", "reference", "collectives", "kl", "masks", "presets", "diagnose", "report", "_scan_triton"},
+    {"scan", "agreement", "groups", "lists"},
     {"exchange", "baselines", "whiten"},
     {"clocks"},
     {"context"},
