@@ -105,7 +105,7 @@ def diagnose(case: Case, rerun: Callable[[Case], Diagnosis | None] = lambda case
         return _nan(case)
     known = np.isfinite(case.expected)
     finite = Case(np.where(known, case.expected, 0.0), np.where(known, case.got, 0.0), case.tol, case.at)
-    tests = (scale, local_count, per_group, wrong_order, shift, sites, mask_moved)
+    tests = (scale, local_count, per_group, wrong_order, shift, sites, mask_moved, offset_per_sample)
     for test in (*tests, rerun, empty_shards):
         found = test(case if test is rerun else finite)
         if found is not None:
@@ -357,6 +357,23 @@ def mask_moved(case: Case) -> Diagnosis | None:
         else:
             return Diagnosis("shift", f"the differing tokens are those whose mask is not that of the token {which}")
     return None
+
+
+def offset_per_sample(case: Case) -> Diagnosis | None:
+    """Each sample is off by a constant on each rank, where the mask selects: a number a sample made from some ranks."""
+    at = case.at
+    use = np.flatnonzero(at.valid)
+    if not at.per_token or (case.off & ~at.valid).any():
+        return None
+    d, group = (case.got - case.expected)[use], at.sample[use] * (at.dp_size * at.cp_size) + at.world_rank[use]
+    _, first, group = np.unique(group, return_index=True, return_inverse=True)
+    spare = np.count_nonzero(case.off[use]) - len(np.unique(group[case.off[use]]))
+    if spare < 3 or (np.abs(d - d[first][group]) > 4 * case.tol[use]).any():
+        return None
+    why = (
+        "each sample is off by a constant of its own on each rank: a sum or mean of the sample over a part of the ranks"
+    )
+    return Diagnosis("whitening group", why)
 
 
 def empty_shards(case: Case) -> Diagnosis | None:

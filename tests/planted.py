@@ -82,6 +82,16 @@ def whitened_over_cp_only(view: View):
     return whiten(G, cp.take(mask), all_gather=view.all_gather.cp)
 
 
+def sample_means_of_own_tokens(view: View):
+    """Minus the mean of the sample, of which this rank sees a part."""
+    out = []
+    for i, kl in enumerate(view.kl):
+        mask = cut(view, i, view.loss_masks[i]).bool()
+        mean = torch.where(mask, kl, 0.0).sum() / max(int(mask.sum()), 1)
+        out.append(torch.where(mask, kl - mean, 0.0))
+    return out
+
+
 def reward_on_last_token_of_rank_0(view: View):
     out = []
     for i, kl in enumerate(view.kl):

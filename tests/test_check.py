@@ -230,6 +230,7 @@ MORE = [
     (planted.scan_of_own_pieces_only, "piece ends"),
     (planted.gae_of_pieces, "piece ends"),
     (planted.whitened_over_cp_only, "whitening group"),
+    (planted.sample_means_of_own_tokens, "whitening group"),
     (planted.wrong_where_a_shard_is_empty, "empty shards"),
     (planted.pieces_swapped, "order"),
 ]
