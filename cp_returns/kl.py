@@ -35,6 +35,11 @@ def approx_kl(
 
     dtype = torch.promote_types(torch.promote_types(log_probs.dtype, ref_log_probs.dtype), torch.float32)
     d = torch.where(mask.bool(), log_probs.detach().to(dtype) - ref_log_probs.detach().to(dtype), 0.0)
+    return of_difference(d, kind=kind, clamp=clamp)
+
+
+def of_difference(d: Tensor, *, kind: str, clamp: float | None = None) -> Tensor:
+    """k1, k2 or k3 of d = log_probs - ref_log_probs; differentiable. Raises CPInputError for another kind."""
     if kind == "k1":
         k = d
     elif kind == "k2":

@@ -29,6 +29,7 @@ from torch import Tensor
 from cp_returns.collectives import AllGather, alone
 from cp_returns.context import CPContext
 from cp_returns.errors import CPInputError
+from cp_returns.kl import of_difference
 
 LOG_RATIO_LIMIT = 20.0  # e^20 is finite in every dtype used here, so ratio * 0 is 0
 Reduce = Callable[..., "Loss"]
@@ -198,18 +199,8 @@ def kl_loss(
 
     Raises CPInputError for an unknown kind or packed tensors of another length than this rank's.
     """
-    if kind not in ("k1", "k2", "k3"):
-        raise CPInputError(f"kind is {kind!r}; expected 'k1', 'k2' or 'k3'")
     mask = _local_mask(log_probs, full_mask, cp, ref_log_probs=ref_log_probs)
-    d = _difference(log_probs, ref_log_probs, mask)
-    if kind == "k1":
-        kl = d
-    elif kind == "k2":
-        kl = d.square() / 2
-    else:
-        kl = torch.expm1((-d).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)) + d
-    if clamp is not None:
-        kl = kl.clamp(-clamp, clamp)
+    kl = of_difference(_difference(log_probs, ref_log_probs, mask), kind=kind, clamp=clamp)
     return reduce(kl, full_mask, cp=cp, name="kl_loss")
 
 

@@ -8,6 +8,7 @@ repeat: x SEP -> x EOS, one reward at the end, no offset.
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 
@@ -40,11 +41,11 @@ class Batch:
     token_rewards: list[torch.Tensor] | None  # [response]
     group_ids: torch.Tensor  # [samples]
 
-    @property
+    @cached_property
     def total_lengths(self) -> list[int]:
         return [len(t) for t in self.tokens]
 
-    @property
+    @cached_property
     def response_lengths(self) -> list[int]:
         return [len(m) for m in self.masks]
 

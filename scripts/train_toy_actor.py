@@ -13,6 +13,7 @@ import json
 import time
 from collections.abc import Callable
 from pathlib import Path
+from statistics import median
 
 import torch
 import torch.distributed as dist
@@ -128,6 +129,7 @@ def train(
         clock.lap("sample")
         context = toy_actor.context(actor, batch)
         scores = toy_actor.score(actor, batch, context)
+        dist.barrier()  # else the returns would be charged for waiting for the other rank's log-probs
         clock.lap("score")
         experience = toy_actor.judge(actor, batch, context, *scores)
         clock.lap("returns")
@@ -210,11 +212,11 @@ def spans(mask: torch.Tensor) -> list[list[int]]:
 def summary(name: str, metrics: list[dict]) -> str:
     first, last = metrics[:10], metrics[-10:]
     mean = lambda rows, key: sum(m[key] for m in rows) / len(rows)
-    phases = {phase: 1000 * sum(m["seconds"][phase] for m in metrics) / len(metrics) for phase in PHASES}
+    phases = {phase: 1000 * median(m["seconds"][phase] for m in metrics) for phase in PHASES}
     share = 100 * phases["returns"] / sum(phases.values())
     return (
         f"{name}: reward {metrics[0]['reward']:.3f} at first, first and last ten steps {mean(first, 'reward'):.3f} -> "
-        f"{mean(last, 'reward'):.3f}, exact {mean(first, 'exact'):.3f} -> {mean(last, 'exact'):.3f}; ms a step: "
+        f"{mean(last, 'reward'):.3f}, exact {mean(first, 'exact'):.3f} -> {mean(last, 'exact'):.3f}; median ms a step: "
         + ", ".join(f"{phase} {ms:.1f}" for phase, ms in phases.items())
         + f" (returns {share:.1f} %)"
     )
@@ -247,10 +249,10 @@ def draw(path: Path, runs: dict[str, list[dict]]) -> None:
     axes[0].legend()
     left = dict.fromkeys(runs, 0.0)
     for phase in PHASES:
-        ms = {name: 1000 * sum(m["seconds"][phase] for m in metrics) / len(metrics) for name, metrics in runs.items()}
+        ms = {name: 1000 * median(m["seconds"][phase] for m in metrics) for name, metrics in runs.items()}
         axes[3].barh(list(runs), list(ms.values()), left=list(left.values()), label=phase)
         left = {name: left[name] + ms[name] for name in runs}
-    axes[3].set(title="ms a step")
+    axes[3].set(title="median ms a step")
     axes[3].legend()
     figure.savefig(path, dpi=110)
     plt.close(figure)
