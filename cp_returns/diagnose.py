@@ -105,8 +105,8 @@ def diagnose(case: Case, rerun: Callable[[Case], Diagnosis | None] = lambda case
         return _nan(case)
     known = np.isfinite(case.expected)
     finite = Case(np.where(known, case.expected, 0.0), np.where(known, case.got, 0.0), case.tol, case.at)
-    tests = (scale, local_count, per_group, wrong_order, shift, sites, mask_moved, offset_per_sample)
-    for test in (*tests, rerun, empty_shards):
+    tests = (scale, local_count, per_group, wrong_order, shift, sites, mask_moved)
+    for test in (*tests, rerun, empty_shards, offset_per_sample):
         found = test(case if test is rerun else finite)
         if found is not None:
             return found
@@ -370,9 +370,7 @@ def offset_per_sample(case: Case) -> Diagnosis | None:
     spare = np.count_nonzero(case.off[use]) - len(np.unique(group[case.off[use]]))
     if spare < 3 or (np.abs(d - d[first][group]) > 4 * case.tol[use]).any():
         return None
-    why = (
-        "each sample is off by a constant of its own on each rank: a sum or mean of the sample over a part of the ranks"
-    )
+    why = "each sample is off by a constant of its own on each rank: a sum or mean over a part of the ranks"
     return Diagnosis("whitening group", why)
 
 

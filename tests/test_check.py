@@ -439,7 +439,7 @@ WORLDS = st.sampled_from([(1, 2), (2, 1), (1, 3), (2, 2)])
 
 
 @settings(max_examples=200)
-@given(batch=rollout_batches(max_samples=4, max_response=16), world=WORLDS)
+@given(batch=rollout_batches(max_samples=3, max_response=12), world=WORLDS)
 def test_no_false_alarm_on_200_random_batches(batch, world):
     dp, cp = world
     fn = partial(all_of, RIGHT)
@@ -448,7 +448,7 @@ def test_no_false_alarm_on_200_random_batches(batch, world):
 
 
 @settings(max_examples=10)
-@given(batch=rollout_batches(max_samples=4, max_response=16), world=WORLDS)
+@given(batch=rollout_batches(max_samples=3, max_response=12), world=WORLDS)
 @pytest.mark.parametrize("layout", [partial(zigzag, multiple=3), contiguous], ids=["padded zigzag", "contiguous"])
 def test_no_false_alarm_in_other_layouts(layout, batch, world):
     dp, cp = world
