@@ -110,7 +110,7 @@ def test_sizes_are_whole_numbers(capsys, sizes):
 def test_rollouts_of_a_file_are_checked(tmp_path, capsys):
     path = tmp_path / "rollouts.jsonl"
     path.write_text('{"prompt_len": 3, "response_len": 5, "kl": [1, 2, 3, 4, 5], "reward": 3}\n')
-    assert main(["check", "planted:prompt_border_off_by_one", "--rollouts", str(path), "--cp", "2"]) == 1
+    assert main(["check", "planted:scan_of_own_pieces_only", "--rollouts", str(path), "--cp", "2"]) == 1
     text = capsys.readouterr().out
     assert "1 samples, 5 tokens; KL from rollouts.jsonl" in text
 
