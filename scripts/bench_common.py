@@ -230,7 +230,7 @@ def gaps(tokens: int, seed: int = 0, mean: int = 200) -> Tensor:
 def arguments(doc: str, argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="small batches and few rounds: does it run, not how fast")
-    parser.add_argument("--out", type=Path, help="write NAME.json and NAME.png into this folder")
+    parser.add_argument("--out", type=Path, help="write NAME.json, NAME.md and NAME.png into this folder")
     return parser.parse_args(argv)
 
 
@@ -263,9 +263,15 @@ def run(name: str, doc: str, measure: Callable[[bool], list[Row]], argv: Sequenc
         args.out.mkdir(parents=True, exist_ok=True)
         content = {"benchmark": name, "machine": about, "rows": [as_json(row) for row in rows]}
         (args.out / f"{name}.json").write_text(json.dumps(content, indent=1) + "\n")
+        (args.out / f"{name}.md").write_text(markdown(rows))
         draw(args.out / f"{name}.png", name, rows)
-        print(f"wrote {name}.json and {name}.png to {args.out}")
+        print(f"wrote {name}.json, {name}.md and {name}.png to {args.out}")
     return 0
+
+
+def say(what: str) -> None:
+    """What is measured now: a run takes minutes."""
+    print(f"measuring {what}", file=sys.stderr, flush=True)
 
 
 def as_json(row: Row) -> dict[str, object]:
@@ -291,6 +297,17 @@ def show(name: str, about: dict[str, str], rows: Sequence[Row]) -> None:
                 told = f"[{style}]{verdict}[/{style}]" if verdict else ""
                 table.add_row(row.what, figure, row.unit, told, row.note)
         console.print(table)
+
+
+def markdown(rows: Sequence[Row]) -> str:
+    """The table of a report, as the README shows it."""
+    lines = ["| | | figure | target | |", "|---|---|---|---|---|"]
+    for row in rows:
+        measured = row.figure is not None
+        figure = f"{number(row.figure)} {row.unit}" if measured else "-"
+        verdict = row.target.verdict(row.figure) if row.target and measured else ""
+        lines.append("| " + " | ".join([row.part, row.what, figure, verdict, row.note]) + " |")
+    return "\n".join(lines) + "\n"
 
 
 def number(x: float) -> str:

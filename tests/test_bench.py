@@ -136,6 +136,7 @@ def test_each_script_runs(name, tmp_path):
     assert all(bool(row["verdict"]) == (row["target"] is not None) for row in rows)
     assert (tmp_path / f"{name}.png").stat().st_size > 10_000
     assert rows[0]["what"] in done.stdout
+    assert len((tmp_path / f"{name}.md").read_text().splitlines()) == len(rows) + 2
 
 
 # ---- counted, not timed
