@@ -87,7 +87,7 @@ def fingerprint(x: Tensor) -> Tensor:
     tail = -raw.numel() % 8
     words = (torch.cat([raw, raw.new_zeros(tail)]) if tail else raw).view(torch.int64)
     mixed = torch.arange(1, words.numel() + 1, device=x.device).mul_(-7046029254386353131).bitwise_xor_(words)
-    for shift, odd in ((32, -4658895280553007687), (29, -7723592293110705685), (32, 1)):
+    for shift, odd in ((32, -4658895280553007687), (29, -7723592293110705685)):
         mixed = mixed.bitwise_xor_(mixed >> shift).mul_(odd)
     return mixed.sum()
 

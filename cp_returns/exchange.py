@@ -34,9 +34,14 @@ def cut(full: Tensor, layout: Layout, rank: int) -> Tensor:
     if layout.cp_size == 1 or not layout.num_samples:
         return full
     first = (layout.starts[:, None] + layout.cuts[:, pieces]).ravel()
-    lengths = layout.piece_lengths[:, pieces].ravel()
-    gaps = first - np.concatenate([[0], (first + lengths)[:-1]])
-    sizes = np.stack([gaps, lengths], axis=1).ravel().tolist()
+    last = first + layout.piece_lengths[:, pieces].ravel()
+    if full.dtype == torch.bool and not full.is_cuda:  # a mask: numpy's slices cost less
+        whole = full.numpy()
+        return torch.from_numpy(
+            np.concatenate([whole[a:b] for a, b in zip(first.tolist(), last.tolist(), strict=True)])
+        )
+    gaps = first - np.concatenate([[0], last[:-1]])
+    sizes = np.stack([gaps, last - first], axis=1).ravel().tolist()
     return torch.cat(torch.split(full, [*sizes, len(full) - sum(sizes)])[1:-1:2])
 
 

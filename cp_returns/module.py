@@ -363,8 +363,9 @@ class ContextParallelReturns(nn.Module):
 
     def _report(self, cp, where, batch, facts, told, returns, advantages, whitening) -> Returns:
         own, missing, masked, valid = facts.sums.tolist()
-        kl_sum, scope = own, "cp" if where.size == 1 else "local"
-        tokens = valid
+        kl_sum, scope, tokens = own, "cp", valid
+        if where.size > 1 and not told:
+            scope, tokens = "local", -int(batch.keep.sum())  # bits: a valid token is -1
         if told:
             kl_sum, scope = float(told[0][:, 0].sum()), "cp"
         if facts.told and whitening is not None:
