@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections import Counter
 from importlib.util import find_spec
+from itertools import groupby
 from pathlib import Path
 
 import numpy as np
@@ -106,7 +107,7 @@ def test_the_expectation_is_the_oracles():
 def test_contenders_alternate_strictly_and_the_first_pair_is_not_counted():
     calls = []
     pairs = common.alternate(lambda: calls.append("a"), lambda: calls.append("b"), budget=0.0)
-    assert calls == ["a", "b"] * (common.MIN_PAIRS + 1)
+    assert [turn for turn, _ in groupby(calls)] == ["a", "b"] * (common.MIN_PAIRS + 1)
     assert len(pairs.ours) == len(pairs.theirs) == common.MIN_PAIRS
 
 
