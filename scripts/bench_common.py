@@ -127,8 +127,8 @@ def alternate(
 ) -> Pairs:
     """ours, theirs, ours, theirs, .. for `budget` seconds, at least MIN_PAIRS pairs; the first pair is not counted.
 
-    In its turn the faster one runs up to ten times, while the slower one runs once, and the median counts: else it would
-    always find the caches as a long run of the other left them.
+    In its turn the faster one runs up to ten times while the slower one runs once, and the median counts: else it
+    would always find the caches as a long run of the other left them.
     """
     pairs = Pairs([], [])
     with quiet():
