@@ -60,8 +60,12 @@ def test_the_functions_run_as_shown():
     assert first[1] + second[1] == [0.0, 0.0, 0.0]  # equal returns
 
 
-def test_names_of_slime_that_the_readme_imports_exist():
-    exec(block("from cp_returns.compat.slime import"), {})
+def test_the_slime_actor_runs():
+    names = {}
+    exec(compile(block("compat.slime import advantages"), "README.md", "exec"), names)
+    torch.testing.assert_close(names["rollout_data"]["returns"][0], torch.tensor([0.996, 0.997, 0.999]))
+    torch.testing.assert_close(names["rollout_data"]["advantages"][0], torch.tensor([0.996, 0.997, 0.999]))
+    exec(block("get_reinforce_plus_plus_returns"), {})
 
 
 @pytest.mark.parametrize(("samples", "tokens"), [(64, 32_768), (8, 1_000_000)])
