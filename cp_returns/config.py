@@ -51,7 +51,7 @@ class ReturnsConfig:
     group_*, singleton: as in `group_advantage`. whiten and whiten_*: as in `whiten`; whiten_weight "token" or
     "sequence".
     layout, multiple: "zigzag", "contiguous" or "contiguous_pack", as in `layout`. strategy: "gather" (bit-exact) or
-    "carry" (one small message). agreement: "full" or "off". nonfinite: "error" or "propagate".
+    "carry" (one small message). agreement: "full" or "off", the same on all ranks. nonfinite: "error" or "propagate".
 
     Raises CPInputError for an unknown word and for an option that would be ignored.
     """

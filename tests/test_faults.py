@@ -516,4 +516,5 @@ def test_500_calls_leak_nothing_and_give_the_same():
     ):
         assert equal
         assert after - before <= 8
-        assert (files_after, threads_after) == (files, threads)
+        assert set(files_after) <= set(files)  # gloo may close a socket of its rendezvous late; nothing new is open
+        assert threads_after == threads
