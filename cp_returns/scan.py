@@ -23,7 +23,7 @@ from cp_returns.arrays import Array, library, like, native
 from cp_returns.layout import Lengths
 
 BLOCK = 16
-TILE = 8192  # blocks: 1 MiB of float64 rows stays in cache while it is worked on
+TILE = 16384  # blocks: 2 MiB of float64 rows stay in cache while they are worked on
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _ONE = 0x3FF0000000000000  # the bits of 1.0
 PerSegment = float | Float64[Tensor, " segments"]

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from cp_returns.agreement import DETAILS, ENVELOPE, Facts, Problem, agree, agree_ragged, fingerprint
+from cp_returns.agreement import DETAILS, ENVELOPE, Facts, Problem, _mixed_sum, agree, agree_ragged, fingerprint
 from cp_returns.collectives import Counted
 from cp_returns.context import CPContext, carry, gather
 from cp_returns.errors import CPInputError
@@ -31,10 +31,15 @@ def text_on_all(fn, ranks: int) -> str:
     return texts[0]
 
 
-# The fingerprint
+# The fingerprint: the host's, and the GPU's run on the host
 
 
-def test_a_fingerprint_sees_every_bit_and_its_place():
+def on_device(x):
+    return _mixed_sum(x.view(torch.uint8))
+
+
+@pytest.mark.parametrize("fingerprint", [fingerprint, on_device])
+def test_a_fingerprint_sees_every_bit_and_its_place(fingerprint):
     """Rewards of 0 and 1 in another order are the case that a weighted sum of words cannot tell."""
     a, b = torch.tensor([1.0, 0, 0, 1], dtype=F64), torch.tensor([0.0, 1, 1, 0], dtype=F64)
     assert fingerprint(a) != fingerprint(b)
@@ -50,7 +55,8 @@ def test_a_fingerprint_sees_every_bit_and_its_place():
     assert len(prints) == 500 + 20 * 333
 
 
-def test_a_moved_gap_is_seen():
+@pytest.mark.parametrize("fingerprint", [fingerprint, on_device])
+def test_a_moved_gap_is_seen(fingerprint):
     """Two gaps of 8 tokens, moved apart by 8 tokens each: the same number of ones and the same centre."""
     near, far = torch.ones(256, dtype=torch.bool), torch.ones(256, dtype=torch.bool)
     near[64:72] = near[128:136] = False
