@@ -76,6 +76,13 @@ def select(x: Tensor, bits: Int8[Tensor, " tokens"] | None) -> Tensor:
     return (x.view(word) & bits.to(word)).view(x.dtype)
 
 
+def _select_in_place(x: Tensor, bits: Int8[Tensor, " tokens"] | None) -> Tensor:
+    if bits is not None:
+        word = _BITS[x.element_size()]
+        x.view(word).bitwise_and_(bits.to(word))
+    return x
+
+
 @dataclass(frozen=True)
 class Group:
     """Host plan for neighbouring segments that are worked on together: where their blocks lie."""
@@ -101,7 +108,6 @@ class Tile:
     decay: Any  # a float, [blocks], or [16, blocks] with ticks
     gain: Any  # of a whole block: a float or [blocks]
     below: Array  # [blocks] the y past each block's end, with nothing entering the segment
-    keep: Array | None  # staged bits
 
 
 @dataclass(frozen=True)
@@ -109,6 +115,7 @@ class Scan:
     """A local scan: the first y of each segment is known, the tokens wait for what enters at the segments' ends."""
 
     tiles: list[Tile]  # from the last group to the first
+    keep: Int8[Tensor, " tokens"] | None  # selects the output
     heads: Float64[Tensor, " segments"]
 
 
@@ -128,22 +135,22 @@ def begin(
     there is none. `keep` selects the output; `keep` and `tick` are bits as `as_bits` makes them.
     """
     heads = torch.zeros(len(lengths), dtype=torch.float64, device=x.device)
-    tiles = list(_scan_tiles(x, lengths, decay, scale, impulse, keep, tick, heads))
-    return Scan(tiles, heads)
+    tiles = list(_scan_tiles(x, lengths, decay, scale, impulse, tick, heads))
+    return Scan(tiles, keep, heads)
 
 
-def finish(scan: Scan, entering: Float64[Tensor, " segments"] | None = None, *, dtype: torch.dtype) -> Tensor:
-    """All y, with `entering` (default 0) as the y past each segment's end; rounded to dtype once. Uses the scan up."""
-    out = torch.empty(scan.tiles[0].group.tokens.stop if scan.tiles else 0, dtype=dtype, device=scan.heads.device)
+def finish(begun: Scan, entering: Float64[Tensor, " segments"] | None = None, *, dtype: torch.dtype) -> Tensor:
+    """All y, with `entering` (default 0) as the y past each segment's end; rounded to dtype once. Uses it up."""
+    out = torch.empty(begun.tiles[0].group.tokens.stop if begun.tiles else 0, dtype=dtype, device=begun.heads.device)
     head = None
-    for tile in scan.tiles:
+    for tile in begun.tiles:
         group = tile.group
         if entering is not None:
             arrives = head if group.continues else native(entering)[group.segments][like(group.some, tile.rows)]
             tile.below[...] = _values_below(tile.rows, tile.gain, group, arrives)
         _finish_tile(tile, out)
         head = tile.rows[int(group.pads[0]), :1]
-    return out
+    return _select_in_place(out, begun.keep)
 
 
 def scan(
@@ -159,9 +166,9 @@ def scan(
 ) -> Tensor:
     """finish(begin(..)), tile by tile: each stays in cache, and no more than one is in memory."""
     out = torch.empty(sum(lengths), dtype=dtype, device=x.device)
-    for tile in _scan_tiles(x, lengths, decay, scale, impulse, keep, tick, heads=None):
+    for tile in _scan_tiles(x, lengths, decay, scale, impulse, tick, heads=None):
         _finish_tile(tile, out)
-    return out
+    return _select_in_place(out, keep)
 
 
 def plan(lengths: Lengths, *, one: bool = False) -> Iterator[Group]:
@@ -198,14 +205,14 @@ def _group(tokens: slice, segments: slice, lengths: np.ndarray, *, continues: bo
     return Group(tokens, segments, lengths, pads, blocks, some, first, last, int(ends[-1]), bool(continues))
 
 
-def _scan_tiles(x: Tensor, lengths, decay, scale, impulse, keep, tick, heads: Tensor | None) -> Iterator[Tile]:
+def _scan_tiles(x: Tensor, lengths, decay, scale, impulse, tick, heads: Tensor | None) -> Iterator[Tile]:
     """Each group's tile, last first; fills the heads of the segments if these are wanted."""
     if x.dtype in (torch.bfloat16, torch.bool):  # numpy has no bfloat16
         x = x.float()
     starts = np.cumsum(np.asarray(lengths, dtype=np.int64)) - lengths
     head = None
     for group in plan(lengths, one=x.is_cuda):
-        tile = _scan_tile(native(x), group, starts, decay, scale, impulse, keep, tick, head)
+        tile = _scan_tile(native(x), group, starts, decay, scale, impulse, tick, head)
         if heads is not None or group.tokens.start > starts[group.segments.start]:
             first = _first_values(tile)
             head = first[:1]
@@ -215,7 +222,7 @@ def _scan_tiles(x: Tensor, lengths, decay, scale, impulse, keep, tick, heads: Te
 
 
 @np.errstate(over="ignore", invalid="ignore")
-def _scan_tile(x: Array, group: Group, starts, decay, scale, impulse, keep, tick, head: Array | None) -> Tile:
+def _scan_tile(x: Array, group: Group, starts, decay, scale, impulse, tick, head: Array | None) -> Tile:
     lib = library(x)
     rows = native(torch.empty(BLOCK, group.num_blocks, dtype=torch.float64, device=getattr(x, "device", None)))
     rows[...] = _stage(x, group).reshape(-1, BLOCK).T
@@ -232,7 +239,7 @@ def _scan_tile(x: Array, group: Group, starts, decay, scale, impulse, keep, tick
         rows[r] += carry
     gain = _block_gain(decay)
     below = _values_below(rows, gain, group, head if group.continues else None)
-    return Tile(group, rows, decay, gain, below, None if keep is None else _stage(native(keep), group))
+    return Tile(group, rows, decay, gain, below)
 
 
 def _add_impulses(rows: Array, group: Group, starts: np.ndarray, offsets: Tensor, values: Tensor) -> None:
@@ -259,10 +266,7 @@ def _finish_tile(tile: Tile, out: Tensor) -> None:
         carry *= _row(tile.decay, r)
         rows[r] += carry
         to[:, r] = rows[r]
-    staged = staged.view(-1)
-    if tile.keep is not None:
-        staged = select(staged, tile.keep if isinstance(tile.keep, Tensor) else torch.from_numpy(tile.keep))
-    _unstage(staged, group, out)
+    _unstage(staged.view(-1), group, out)
 
 
 @np.errstate(over="ignore", invalid="ignore")
@@ -282,7 +286,7 @@ def _values_below(rows: Array, gain, group: Group, entering: Array | None) -> Ar
         heads[last] += gains[last] * entering
     gains[last] = 0.0
     # 0 * NaN and 0 * inf are NaN: where some occur, what lies past a segment's end is left out, not multiplied by 0.
-    finite = lib is np and np.isfinite(np.abs(heads).sum())
+    finite = lib is np and np.isfinite(heads.sum())
     behind = None if finite else np.repeat(group.last, group.blocks[group.some]) - np.arange(n)
     product = lib.empty_like(rows[0])
     reach = 1
