@@ -77,13 +77,14 @@ class Facts:
         return next((problem for problem in found if problem is not None), None)
 
 
-def fingerprint(x: Tensor) -> Tensor:
-    """A 0-dim int64 that depends on every bit and its place: CRC-32 on the host; on a GPU 64-bit words, each mixed with
-    its index, summed modulo 2^64. (The mix is not linear: in a weighted sum rewards 1 0 0 1 and 0 1 1 0 are the same.)
+def fingerprint(x: Tensor) -> "int | Tensor":
+    """A number that depends on every bit and its place: CRC-32 on the host; on a GPU, 0-dim and left there, the sum
+    modulo 2^64 of 64-bit words, each mixed with its index. (The mix is not linear: a weighted sum cannot tell rewards
+    1 0 0 1 from 0 1 1 0.)
     """
     flat = x.detach().contiguous()
     raw = flat.as_strided((flat.numel(),), (1,)).view(torch.uint8)  # a single element may keep another stride
-    return _mixed_sum(raw) if x.is_cuda else torch.tensor(zlib.crc32(raw.numpy()))
+    return _mixed_sum(raw) if x.is_cuda else zlib.crc32(raw.numpy().data)
 
 
 def _mixed_sum(raw: Tensor) -> Tensor:
@@ -129,12 +130,12 @@ def _exchange_headers(
     all_gather: AllGather, facts: Facts, data: Tensor, step: str, where: str, size: int
 ) -> tuple[Tensor, list[int]]:
     """All ranks' envelopes and payload sizes; raises on every rank when one is not well or they differ."""
-    message = torch.zeros(size, dtype=torch.uint8, device=data.device)
-    message[:HEADER] = _header(facts, data).view(torch.uint8)
-    if facts.sums is not None:
-        message[HEADER : HEADER + 8 * len(facts.sums)] = facts.sums.view(torch.uint8)
+    sums = data.new_zeros(8 * SUMS) if facts.sums is None else facts.sums.view(torch.uint8)
+    parts = [_header(facts, data).view(torch.uint8), sums, data.new_zeros(_FRONT - HEADER - len(sums))]
     if data.numel() <= size - _FRONT:
-        message[_FRONT : _FRONT + data.numel()] = data
+        parts.append(data)
+    parts.append(data.new_zeros(size - sum(map(len, parts))))
+    message = torch.cat(parts)
     envelopes = call(all_gather, message, step)
     front = envelopes[:, :_FRONT].cpu()  # the one read of a GPU
     headers = front[:, :HEADER].contiguous().view(torch.int64)

@@ -35,7 +35,7 @@ def cut(full: Tensor, layout: Layout, rank: int) -> Tensor:
         return full
     first = (layout.starts[:, None] + layout.cuts[:, pieces]).ravel()
     last = first + layout.piece_lengths[:, pieces].ravel()
-    if full.dtype == torch.bool and not full.is_cuda:  # a mask: numpy's slices cost less
+    if not (full.is_cuda or full.requires_grad or full.dtype == torch.bfloat16):  # numpy's slices cost less
         whole = full.numpy()
         return torch.from_numpy(
             np.concatenate([whole[a:b] for a, b in zip(first.tolist(), last.tolist(), strict=True)])

@@ -28,7 +28,6 @@ from cp_returns.kl import approx_kl
 from cp_returns.layout import Layout, contiguous_pack
 from cp_returns.lists import pack, per_sample
 from cp_returns.report import Info, Returns, Whitening
-from cp_returns.scan import as_bits
 from cp_returns.whiten import MESSAGE, apply, merge, moments
 from cp_returns.whiten import options as whiten_options
 
@@ -345,7 +344,7 @@ class ContextParallelReturns(nn.Module):
         self, cp: CPContext, dp_cp: AllGather, batch: Batch, facts: Facts, x: Tensor
     ) -> tuple[Tensor, Whitening]:
         options = {name: self.config[f"whiten_{name}"] for name in whiten_options()}
-        bits = as_bits(cp.take(batch.mask))
+        bits = batch.keep
         weights = None
         if self.config["whiten_weight"] == "sequence":
             options["ddof"] = 0
@@ -422,7 +421,7 @@ def _approx_kl(
     for name, x in (("log_probs", a), ("ref_log_probs", b)):
         if tuple(x.shape) != (expected,):
             return None, Problem(f"shape of {name}", list(x.shape), f"[{expected}]")
-    mask = cp.take(full_mask) != 0
+    mask = cp.take(full_mask.bool())
     kl = approx_kl(a, b, mask, kind=config["kl"], clamp=config.kl_clamp)
     if config.kl_clamp is not None:  # it would hide an infinite log-prob
         kl = torch.where((a.to(kl.dtype) - b.to(kl.dtype)).isfinite() | ~mask, kl, torch.nan)

@@ -109,7 +109,7 @@ def build_actor(settings: Settings) -> Actor:
 def returns_config(settings: Settings, whiten: bool = True) -> ReturnsConfig:
     if settings.grouped:  # one scalar a response; the KL is in the loss
         return ReturnsConfig(estimator="grpo")
-    shared = {"gamma": settings.gamma, "kl_coef": settings.kl_coef, "kl": "k1", "whiten": whiten}
+    shared = {"gamma": settings.gamma, "kl_coef": settings.kl_coef, "kl": "k1", "whiten": whiten, "strategy": "carry"}
     if settings.estimator == "gae":
         return ReturnsConfig(estimator="gae", lam=settings.lam, **shared)
     return ReturnsConfig(estimator=settings.estimator, **shared)

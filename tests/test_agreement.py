@@ -68,8 +68,7 @@ def test_a_moved_gap_is_seen(fingerprint):
 def test_a_fingerprint_is_of_the_bytes_alone(n):
     x = torch.arange(2 * n, dtype=torch.int8)
     assert fingerprint(x[::2]) == fingerprint(x[::2].clone())
-    assert fingerprint(x).shape == ()
-    assert fingerprint(x).dtype == torch.int64
+    assert 0 <= fingerprint(x) < 2**32
 
 
 # One envelope
