@@ -27,12 +27,16 @@ from torch import Tensor
 from cp_returns.arrays import Array, library, like, native
 from cp_returns.layout import Layout
 
+SHORT = 200  # tokens of a piece, below which an index of tokens costs less than slices of pieces
+
 
 def cut(full: Tensor, layout: Layout, rank: int) -> Tensor:
     """This rank's tokens of a full pack, in the order of its local pack."""
     pieces = layout.pieces(rank)
     if layout.cp_size == 1 or not layout.num_samples:
         return full
+    if layout.shares[rank].sum() < SHORT * layout.num_samples * len(pieces):
+        return full[torch.from_numpy(layout.index(rank)).to(full.device)]
     first = (layout.starts[:, None] + layout.cuts[:, pieces]).ravel()
     last = first + layout.piece_lengths[:, pieces].ravel()
     if not (full.is_cuda or full.requires_grad or full.dtype == torch.bfloat16):  # numpy's slices cost less

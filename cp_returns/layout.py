@@ -80,13 +80,20 @@ class Layout:
         """[N] where each response begins in the full pack."""
         return np.cumsum(self.response_lengths) - self.response_lengths
 
+    @cached_property
+    def _indices(self) -> dict[int, Integers]:
+        return {}
+
     def index(self, rank: int) -> Integers:
         """This rank's positions in the full pack, in the order of its local pack."""
+        if rank in self._indices:
+            return self._indices[rank]
         pieces = self.pieces(rank)
         first = (self.starts[:, None] + self.cuts[:, pieces]).ravel()
         lengths = self.piece_lengths[:, pieces].ravel()
         within = np.arange(lengths.sum()) - np.repeat(np.cumsum(lengths) - lengths, lengths)
-        return np.repeat(first, lengths) + within
+        self._indices[rank] = np.repeat(first, lengths) + within
+        return self._indices[rank]
 
     def token_owners(self, sample: int) -> Integers:
         """[response_length] the rank that owns each token of one sample."""

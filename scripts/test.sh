@@ -5,5 +5,4 @@
 .venv/bin/ruff check .
 .venv/bin/ruff format --check .
 .venv/bin/basedpyright
-.venv/bin/torchrun --nproc-per-node 4 -m pytest -q tests/test_gloo.py
 .venv/bin/python -m pytest
