@@ -105,11 +105,12 @@ def test_explicit_groups_and_collections_come_before_megatron(mpu):
     """parallel_state says cp 4; the collection, then the call, say otherwise, and each is used."""
 
     def fn(rank, peers):
-        from megatron.core.process_groups_config import ProcessGroupCollection
+        from megatron.core import process_groups_config as names
 
         pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
         pair, world = pairs[rank // 2], dist.group.WORLD
-        collection = ProcessGroupCollection()
+        kind = getattr(names, "ProcessGroupCollection", None) or names.ModelCommProcessGroups  # up to 0.14
+        collection = kind()
         collection.cp, collection.dp_cp = pair, world
         wanted = expected(rank % 2, 2, rank // 2, 2)
         batch, _ = local(rank % 2, 2, rank // 2, 2)
