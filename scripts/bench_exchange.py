@@ -80,7 +80,7 @@ class Kind:
 Call = Callable[[Inputs], Any]
 
 
-def library(group: Any, strategy: str, *, estimator: str = "reinforce_plus_plus", whiten: bool = False) -> Call:
+def our_call(group: Any, strategy: str, *, estimator: str = "reinforce_plus_plus", whiten: bool = False) -> Call:
     """The call of an actor. group: a process group, or a stand-in for one."""
     gae = estimator == "gae"
     options = {"gamma": GAMMA, "kl_coef": KL_COEF, "strategy": strategy, "whiten": whiten}
@@ -152,7 +152,7 @@ class Contender:
 
 
 def of_library(strategy: str, **options: Any) -> Contender:
-    make = lambda group, rank, cp_size: library(group, strategy, **options)
+    make = lambda group, rank, cp_size: our_call(group, strategy, **options)
     whiten, gae = options.get("whiten", False), options.get("estimator") == "gae"
     name = f"{'GAE' if gae else 'REINFORCE++'}, {strategy}" if whiten else strategy
     # Whitening compares numbers near 0 with the largest of the sample: 1e-6 of it.
@@ -270,14 +270,14 @@ def without_collective(kind: Kind, cp_size: int, rounds: int) -> list[Row]:
 
                 def record(rank: int, all_gather, strategy=strategy, i=i) -> tuple[list[Tensor], list[Tensor]]:
                     recording = Recording(all_gather.cp)
-                    out = library(recording, strategy)(kind.make(i, rank, cp_size))
+                    out = our_call(recording, strategy)(kind.make(i, rank, cp_size))
                     return recording.returned, out
 
                 ranks = []
                 for rank, (returned, out) in enumerate(in_threads(record, cp_size)):
-                    call, inputs = library(Replay(rank, cp_size, [*returned]), strategy), kind.make(i, rank, cp_size)
+                    call, inputs = our_call(Replay(rank, cp_size, [*returned]), strategy), kind.make(i, rank, cp_size)
                     ranks.append(common.timed(partial(call, inputs), time.thread_time))
-                    again = library(Replay(rank, cp_size, returned), strategy)(inputs)
+                    again = our_call(Replay(rank, cp_size, returned), strategy)(inputs)
                     if not torch.equal(torch.cat(again), torch.cat(out)):
                         raise common.Red(f"{strategy}: rank {rank} of {cp_size} is not itself without the collective.")
                 seconds[strategy].append(max(ranks))
@@ -299,7 +299,7 @@ def planned(batch: Inputs, cp_size: int):
 
 def one_rank(kind: Kind, rounds: int, *, scan: bool) -> list[Row]:
     """W = 1 through ContextParallelReturns, everything checked, beside the bare scan of packed tokens."""
-    call = library(None, "gather")
+    call = our_call(None, "gather")
     gate(of_library("gather"), call, Kind(8, 256, equal=True), 10**6, 0, 1)
     ours, bare = [], []
     with common.quiet():
@@ -323,7 +323,7 @@ def memory(kind: Kind, cp_size: int) -> list[Row]:
     """Most memory that one rank's call adds, its results included; peers that say what it says stand in for them."""
     batch, full = kind.make(0, 0, cp_size), kind.samples * kind.longest
     shard = 4 * sum(len(x) for x in batch.kl)
-    peak = {s: common.peak_bytes(partial(library(Echo(cp_size), s), batch)) for s in STRATEGIES}
+    peak = {s: common.peak_bytes(partial(our_call(Echo(cp_size), s), batch)) for s in STRATEGIES}
     part = f"peak extra memory, {kind}, W = {cp_size}"
     told = f"{peak['carry'] / 1e6:.2f} MB: a shard is {shard / 1e6:.2f} MB, the full mask {full / 1e6:.2f} MB"
     shards = (peak["carry"] - full) / shard

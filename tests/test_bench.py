@@ -55,7 +55,7 @@ def test_a_red_contender_is_not_timed_and_fails_the_run(name, monkeypatch, capsy
 
 def test_a_red_rank_is_told_from_a_failing_one():
     wrong = lambda group, rank, cp_size: (
-        lambda inputs: [x + (rank == 1) for x in exchange.library(group, "carry")(inputs)]
+        lambda inputs: [x + (rank == 1) for x in exchange.our_call(group, "carry")(inputs)]
     )
     with pytest.raises(common.Red, match="spoilt on rank 1 of 2"):
         exchange.race([exchange.Contender("spoilt", wrong)], exchange.Kind(3, 2000), 2, 1)
@@ -191,7 +191,7 @@ def count(monkeypatch):
                 collectives.append(x.numel() * x.element_size())
                 return super().__call__(x)
 
-        call, inputs = exchange.library(Listening(cp_size), strategy, **options), kind.make(0, 0, cp_size)
+        call, inputs = exchange.our_call(Listening(cp_size), strategy, **options), kind.make(0, 0, cp_size)
         NUMPY_CALLS.clear()
         with TorchCalls() as calls:
             call(inputs)
