@@ -14,7 +14,7 @@ import torch
 from jaxtyping import Bool, Float64, Int8, Int64, Shaped
 from torch import Tensor
 
-from cp_returns.agreement import Check, Facts, Problem
+from cp_returns.agreement import Check, Facts, Problem, check_samples
 from cp_returns.arrays import like, native, tensor
 from cp_returns.clocks import Clock, clock
 from cp_returns.context import CPContext, Inputs, PerSample, Reward
@@ -101,7 +101,7 @@ def admit(
     if rewards is not None:
         x = rewards.detach().to(device, torch.float64)
         data["reward"] = x = torch.where(x.isnan(), torch.nan, x)  # NaN has many bit patterns
-        checks.append(_finite("reward", x, x.isinf(), "a finite number, or NaN where it is missing"))
+        checks.append(check_samples("reward", x, x.isinf(), "a finite number, or NaN where it is missing"))
     missing = x.isnan()
     kept = ~missing
     if sample_mask is not None:
@@ -119,7 +119,9 @@ def admit(
     bootstrap = data.get("bootstrap")
     if bootstrap is not None:
         bootstrap = bootstrap.double()
-        checks.append(_finite("bootstrap", bootstrap, bootstrap.isinf(), "a finite number, or NaN where there is none"))
+        checks.append(
+            check_samples("bootstrap", bootstrap, bootstrap.isinf(), "a finite number, or NaN where there is none")
+        )
         bootstrap = torch.where(bootstrap.isfinite(), bootstrap, 0.0)
     keep = as_bits(cp.take(mask))
     here = {name: as_bits(cp.spread(kept)) for name in unselected}
@@ -245,22 +247,12 @@ def _mask(full_mask: Tensor, layout) -> tuple[Tensor, list[Check]]:
 
 def _sample_mask(sample_mask: Tensor) -> tuple[Tensor, list[Check]]:
     kept = sample_mask != 0
-    return kept, [_finite("sample_mask", sample_mask, kept & (sample_mask != 1), "0 or 1")]
-
-
-def _finite(name: str, x: Tensor, bad: Tensor, expected: str) -> Check:
-    """A check of one number a sample."""
-
-    def find() -> Problem | None:
-        first = bad.nonzero()
-        return Problem(name, x[first[0]].item(), expected, int(first[0])) if len(first) else None
-
-    return Check(bad.any(), find)
+    return kept, [check_samples("sample_mask", sample_mask, kept & (sample_mask != 1), "0 or 1")]
 
 
 def _in_range(name: str, x: Tensor) -> Check:
     good = x.isfinite() if name in _UNBOUNDED else (x >= 0) & (x <= _UPPER.get(name, 1.0))
-    return _finite(name, x, ~good, _range(name))
+    return check_samples(name, x, ~good, _range(name))
 
 
 def _total(x: Tensor) -> Tensor:

@@ -58,6 +58,16 @@ class Check:
     find: Callable[[], Problem | None]
 
 
+def check_samples(name: str, x: Tensor, bad: Tensor, expected: str) -> Check:
+    """A check of one number a sample."""
+
+    def find() -> Problem | None:
+        first = bad.nonzero()
+        return Problem(name, x[first[0]].item(), expected, int(first[0])) if len(first) else None
+
+    return Check(bad.any(), find)
+
+
 @dataclass(frozen=True)
 class Facts:
     """What the ranks of one call must hold alike, and this rank's own problem."""

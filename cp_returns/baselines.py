@@ -4,7 +4,7 @@ import torch
 from jaxtyping import Bool, Float64, Int, Int64, Shaped
 from torch import Tensor
 
-from cp_returns.agreement import Check, Facts, Problem, agree_ragged, refuse
+from cp_returns.agreement import Facts, Problem, agree_ragged, check_samples, refuse
 from cp_returns.collectives import AllGather, alone
 
 CENTERS = ("mean", "loo", "opo")
@@ -53,8 +53,8 @@ def group_advantage(
     facts = Facts(
         settings=settings,
         checks=[
-            _check("sample_mask", given, (given != 0) & (given != 1), "0 or 1"),
-            _check("reward", x, x.isinf() & (given != 0), "a finite number, or NaN where it is missing"),
+            check_samples("sample_mask", given, (given != 0) & (given != 1), "0 or 1"),
+            check_samples("reward", x, x.isinf() & (given != 0), "a finite number, or NaN where it is missing"),
         ],
     )
     # As words, so that an id keeps all its bits.
@@ -178,11 +178,3 @@ def _first_problem(rewards, group_ids, sample_mask, lengths, settings: dict) -> 
         if x is not None and tuple(x.shape) != (rewards.numel(),):
             return Problem(f"shape of {name}", list(x.shape), f"[{rewards.numel()}], one a sample")
     return None
-
-
-def _check(name: str, x: Tensor, bad: Tensor, expected: str) -> Check:
-    def find() -> Problem | None:
-        first = bad.nonzero()
-        return Problem(name, x[first[0]].item(), expected, int(first[0])) if len(first) else None
-
-    return Check(bad.any(), find)

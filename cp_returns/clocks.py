@@ -54,14 +54,25 @@ class Clock:
         """[N, K + 1] the cuts in the full pack."""
         return like(self.layout.cuts + self.layout.starts[:, None], native(self.keep))
 
-    def _counts(self, full: Tensor) -> Array:
-        upto = Prefix(full).before(self._cuts.reshape(-1)).reshape(self._cuts.shape)
+    @cached_property
+    def _prefix(self) -> Prefix:
+        return Prefix(self.full_mask)
+
+    @cached_property
+    def _valid(self) -> Array:
+        """[N, K] valid tokens of each piece."""
+        return self._counts(self._prefix)
+
+    def _counts(self, prefix: Prefix) -> Array:
+        upto = prefix.before(self._cuts.reshape(-1)).reshape(self._cuts.shape)
         return upto[:, 1:] - upto[:, :-1]
 
     @cached_property
     def ticks(self) -> Array:
         """[N, K] how often the decay applies within each piece, its last step included."""
-        return self._lengths if self.full_tick is None else self._counts(self.full_tick)
+        if self.full_tick is None:
+            return self._lengths
+        return self._valid if self.full_tick is self.full_mask else self._counts(Prefix(self.full_tick))
 
     @property
     def _lengths(self) -> Array:
@@ -70,14 +81,14 @@ class Clock:
     @cached_property
     def has_step(self) -> Array:
         """[N, K] does the piece hold a step?"""
-        return (self._lengths if self.step is None else self._counts(self.full_mask)) > 0
+        return (self._lengths if self.step is None else self._valid) > 0
 
     @cached_property
     def last_tick(self) -> Array:
         """[N, K] 1 where the decay applies after the piece's last step; 0 without a step."""
         if self.full_tick is None or self.full_tick is self.full_mask:
             return self.has_step * 1
-        last = Prefix(self.full_mask).last(self._cuts[:, 1:].reshape(-1)).reshape(self.has_step.shape)
+        last = self._prefix.last(self._cuts[:, 1:].reshape(-1)).reshape(self.has_step.shape)
         # `last` may point past the pack where there is no step.
         ticks = native(torch.cat([self.full_tick, self.full_tick.new_zeros(8)]))
         return (ticks[last] & self.has_step) * 1

@@ -61,16 +61,8 @@ class Rollouts:
         return len(self.response_lengths)
 
 
-def shards(full: Sequence[Tensor], layout: Layout, rank: int) -> list[Tensor]:
-    """The tokens of whole responses that `rank` owns, one tensor a sample, as a trainer's rank would hold them."""
-    if not full:
-        return []
-    index = torch.from_numpy(layout.index(rank))
-    return list(torch.cat(list(full))[index].split(layout.lengths(rank).tolist()))
-
-
 def whole(local: Sequence[Sequence[Tensor]], layout: Layout) -> list[Tensor]:
-    """The inverse of `shards`: whole responses from the shards of every rank, `local[rank][sample]`."""
+    """Whole responses from the shards of every rank, `local[rank][sample]`: undoes `log_probs.slice_responses`."""
     if not layout.num_samples:
         return []
     pack = torch.cat(list(local[0])).new_empty(int(layout.response_lengths.sum()))

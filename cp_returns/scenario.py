@@ -32,8 +32,9 @@ from cp_returns import reference, simulate
 from cp_returns.config import ReturnsConfig
 from cp_returns.kl import approx_kl
 from cp_returns.layout import Layout, contiguous, contiguous_pack, zigzag
+from cp_returns.log_probs import slice_responses
 from cp_returns.module import ContextParallelReturns
-from cp_returns.rollouts import Rollouts, shards, whole
+from cp_returns.rollouts import Rollouts, whole
 
 Tick = Callable[[str, int, int], None]
 CALLS = 5
@@ -209,7 +210,7 @@ def _measured(settings: Scenario, batch: Rollouts, layout: Layout, rank: int, st
     )
     returns_fn = ContextParallelReturns(config, cp_group=None if _has_megatron() else peers)
     names = ("log_probs", "ref_log_probs", "kl", "token_rewards")
-    own = {name: shards(full, layout, rank) for name in names if (full := getattr(batch, name)) is not None}
+    own = {name: slice_responses(full, layout, rank) for name in names if (full := getattr(batch, name)) is not None}
     times, out = [], None
     for _ in range(CALLS + 1):
         if peers is not None:

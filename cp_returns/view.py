@@ -15,7 +15,8 @@ from torch import Tensor
 
 from cp_returns.diagnose import Places
 from cp_returns.layout import Layout
-from cp_returns.rollouts import PER_TOKEN, Rollouts, shards
+from cp_returns.log_probs import slice_responses
+from cp_returns.rollouts import PER_TOKEN, Rollouts
 from cp_returns.simulate import RankFailure, RankGather, in_processes, in_threads
 
 GRADIENT = "gradient of log_probs"
@@ -61,7 +62,7 @@ class View:
 
     def shards(self, full: Sequence[Tensor]) -> list[Tensor]:
         """This rank's tokens of whole responses, such as `loss_masks`."""
-        return shards(full, self.layout, self.rank)
+        return slice_responses(full, self.layout, self.rank)
 
 
 @dataclass(frozen=True)
@@ -98,7 +99,7 @@ class Plan:
     def view(self, all_gather: RankGather, gradients: bool) -> View:
         layout, of = self.layouts[all_gather.dp_rank], self.samples(all_gather.dp_rank)
         full = {name: None if (x := getattr(self.batch, name)) is None else [x[i] for i in of] for name in PER_TOKEN}
-        own = {name: None if x is None else shards(x, layout, all_gather.cp_rank) for name, x in full.items()}
+        own = {name: None if x is None else slice_responses(x, layout, all_gather.cp_rank) for name, x in full.items()}
         if own["kl"] is None and own["log_probs"] is not None and own["ref_log_probs"] is not None:
             own["kl"] = [a - b for a, b in zip(own["log_probs"], own["ref_log_probs"], strict=True)]
         if gradients and own["log_probs"] is not None:

@@ -8,7 +8,8 @@ from cp_returns import reference
 from cp_returns.context import CPContext, carry, gather
 from cp_returns.estimators import reinforce_plus_plus
 from cp_returns.kl import approx_kl
-from cp_returns.rollouts import Rollouts, read, shards, whole
+from cp_returns.log_probs import slice_responses
+from cp_returns.rollouts import Rollouts, read, whole
 from cp_returns.scenario import make_layout
 from cp_returns.simulate import in_processes
 
@@ -22,7 +23,7 @@ def returns(batch: Rollouts, layout, rank=0, **how) -> list[torch.Tensor]:
     """This rank's returns of a batch, from its own shards of the log-probs."""
     cp = CPContext(layout, rank, **how)
     own, ref, mask = (
-        torch.cat(shards(x, layout, rank)) for x in (batch.log_probs, batch.ref_log_probs, batch.loss_masks)
+        torch.cat(slice_responses(x, layout, rank)) for x in (batch.log_probs, batch.ref_log_probs, batch.loss_masks)
     )
     local = reinforce_plus_plus(
         approx_kl(own, ref, mask),

@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from cp_returns import layout
-from cp_returns.rollouts import RolloutError, read, shards, whole
+from cp_returns.log_probs import slice_responses
+from cp_returns.rollouts import RolloutError, read, whole
 
 GOOD = {"prompt_len": 3, "response_len": 4, "loss_mask_spans": [[0, 2], [3, 4]], "reward": 1.5, "group": "g"}
 
@@ -206,10 +207,10 @@ def test_shards_and_whole_are_inverses():
     lengths = [3, 0, 1, 17]
     full = list(torch.arange(sum(lengths)).split(lengths))
     plan = layout.zigzag([n + 4 for n in lengths], lengths, 3)
-    local = [shards(full, plan, rank) for rank in range(3)]
+    local = [slice_responses(full, plan, rank) for rank in range(3)]
     for rank in range(3):
         owned = [x[torch.from_numpy(plan.token_owners(i)) == rank] for i, x in enumerate(full)]
         assert [x.tolist() for x in local[rank]] == [x.tolist() for x in owned]
     assert [x.tolist() for x in whole(local, plan)] == [x.tolist() for x in full]
     empty = layout.zigzag([], [], 3)
-    assert whole([shards([], empty, rank) for rank in range(3)], empty) == []
+    assert whole([slice_responses([], empty, rank) for rank in range(3)], empty) == []
