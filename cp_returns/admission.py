@@ -15,11 +15,11 @@ from jaxtyping import Bool, Float64, Int8, Int64, Shaped
 from torch import Tensor
 
 from cp_returns.agreement import Check, Facts, Problem, check_samples
-from cp_returns.arrays import like, native, tensor
+from cp_returns.arrays import Array, library, like, native, tensor
 from cp_returns.clocks import Clock, clock
 from cp_returns.context import CPContext, Inputs, PerSample, Reward
 from cp_returns.masks import Prefix
-from cp_returns.scan import as_bits, result_dtype, select
+from cp_returns.scan import as_bits, result_dtype, select, select_in_place
 
 _FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 _DTYPES = (*_FLOATS, torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
@@ -42,8 +42,10 @@ class Batch:
     bootstrap: Float64[Tensor, " samples"] | None
     prefix: Prefix  # of the mask
     valid_counts: Int64[Tensor, " samples"]  # valid tokens of each whole response
-    keep: Int8[Tensor, " local"]  # this rank's mask as bits
-    totals: Mapping[str, Tensor]  # sums of the inputs at this rank's valid tokens
+    last_valid: Int64[Tensor, " samples"]  # the last of them, -1 where there is none
+    here: Bool[Tensor, " local"]  # this rank's part of the mask
+    keep: Int8[Tensor, " local"]  # the same as bits
+    totals: Mapping[str, Array]  # sums of the inputs at this rank's valid tokens
 
     @property
     def dtype(self) -> torch.dtype:
@@ -51,13 +53,13 @@ class Batch:
 
     def clock(self, cp: CPContext, kind: str) -> Clock:
         """The steps and ticks of the tokens that a formula sees: this rank's, or those of whole responses."""
-        keep = as_bits(self.mask) if cp.holds_all else self.keep
-        return clock(cp.layout, cp.rank, self.mask, kind, keep)
+        keep = as_bits(self.mask) if cp.holds_all and len(self.mask) > len(self.keep) else self.keep
+        return clock(cp.layout, cp.rank, self.prefix, kind, keep)
 
     def reward(self, cp: CPContext, kl: Tensor | None, token_rewards: Tensor | None) -> Reward:
         """r_j = -kl_coef * kl_j + token_reward_j on valid tokens, and the scalar reward at the last valid token."""
         coef = self.numbers["kl_coef"]
-        terminal = cp.terminal(self.prefix, self.rewards)
+        terminal = cp.terminal(self.last_valid, self.rewards)
         if token_rewards is None and kl is not None:
             return Reward(kl, -coef, terminal)
         if token_rewards is None:
@@ -80,13 +82,15 @@ def admit(
     sample_mask: Tensor | None = None,
     unselected: tuple[str, ...] = (),
     nonfinite: str = "error",
+    owned: bool = False,
 ) -> Batch:
     """Check the input of one call; what is wrong is in the facts of the batch.
 
     tokens: this rank's packed per-token inputs by name, None where absent. numbers: gamma and lam (in [0, 1]) and
     kl_coef, each a float, a 0-dim tensor or one per sample. choices: settings that are one of a few words. samples:
     more [N] inputs to compare.
-    unselected: tokens that are used at masked positions too.
+    unselected: tokens that are used at masked positions too. owned: the tokens are the caller's copies, which may be
+    written over.
     """
     choices, samples = choices or {}, samples or {}
     facts = _settings_and_lengths(cp, tokens, numbers, choices, nonfinite)
@@ -97,21 +101,23 @@ def admit(
     layout, device = cp.layout, full_mask.device
     loss_mask, checks = _mask(full_mask.detach(), layout)
     data = {"loss_mask": loss_mask}
-    x = torch.zeros(layout.num_samples, dtype=torch.float64, device=device)
+    x = native(torch.zeros(layout.num_samples, dtype=torch.float64, device=device))
+    lib = library(x)
     if rewards is not None:
-        x = rewards.detach().to(device, torch.float64)
-        data["reward"] = x = torch.where(x.isnan(), torch.nan, x)  # NaN has many bit patterns
-        checks.append(check_samples("reward", x, x.isinf(), "a finite number, or NaN where it is missing"))
-    missing = x.isnan()
+        x = native(rewards.detach().to(device, torch.float64))
+        data["reward"] = x = lib.where(lib.isnan(x), lib.nan, x)  # NaN has many bit patterns
+        checks.append(check_samples("reward", x, lib.isinf(x), "a finite number, or NaN where it is missing"))
+    missing = lib.isnan(x)
     kept = ~missing
     if sample_mask is not None:
-        data["sample_mask"], more = _sample_mask(sample_mask.detach().to(device))
+        given, more = _sample_mask(sample_mask.detach().to(device))
+        data["sample_mask"] = given
         checks += more
-        kept = kept & data["sample_mask"]
+        kept = kept & native(given)
     mask = loss_mask
-    if kept.is_cuda or not kept.all():
-        mask = mask & _over_tokens(kept, layout.response_lengths)
-        x = torch.where(kept, x, 0.0)
+    if mask.is_cuda or not kept.all():
+        mask = mask & _over_tokens(tensor(kept), layout.response_lengths)
+        x = lib.where(kept, x, 0.0)
     values = {key: _number(value, layout.num_samples, device) for key, value in numbers.items()}
     data |= {key: value for key, value in values.items() if isinstance(value, Tensor)}
     checks += [_in_range(key, value) for key, value in values.items() if isinstance(value, Tensor)]
@@ -123,20 +129,26 @@ def admit(
             check_samples("bootstrap", bootstrap, bootstrap.isinf(), "a finite number, or NaN where there is none")
         )
         bootstrap = torch.where(bootstrap.isfinite(), bootstrap, 0.0)
-    keep = as_bits(cp.take(mask))
-    here = {name: as_bits(cp.spread(kept)) for name in unselected}
-    inputs = {name: None if y is None else select(y.detach(), here.get(name, keep)) for name, y in tokens.items()}
-    totals = {name: _total(y) for name, y in inputs.items() if y is not None}
-    if nonfinite == "error":
-        checks += [_tokens_finite(cp, name, y, totals[name]) for name, y in inputs.items() if _can_be_infinite(y)]
+    here = cp.take(mask)
+    keep = as_bits(here)
+    bits = dict.fromkeys(tokens, keep) | {name: as_bits(cp.spread(tensor(kept))) for name in unselected}
     token_rewards = tokens.get("token_rewards")
     if token_rewards is not None:
         checks.append(_masked_rewards(cp, token_rewards.detach(), loss_mask))
+    keep_only = select_in_place if owned else select
+    inputs = {name: None if y is None else keep_only(y.detach(), bits[name]) for name, y in tokens.items()}
+    totals = {name: _total(y) for name, y in inputs.items() if y is not None}
+    if nonfinite == "error":
+        checks += [_tokens_finite(cp, name, y, totals[name]) for name, y in inputs.items() if _can_be_infinite(y)]
     prefix = Prefix(mask)
-    upto = tensor(prefix.before(like(np.cumsum(layout.response_lengths), native(mask))))
-    counts = upto.diff(prepend=upto.new_zeros(1))
+    starts = like(layout.starts, x)
+    upto = prefix.before(starts + like(layout.response_lengths, x))
+    counts = lib.diff(upto, prepend=upto[:1] * 0)
+    last = lib.where(counts > 0, prefix.place(upto) - starts, -1)
     facts = replace(facts, data=data, checks=checks)
-    return Batch(facts, tuple(inputs.values()), values, mask, x, kept, missing, bootstrap, prefix, counts, keep, totals)
+    per_sample = map(tensor, (x, kept, missing))
+    counted = map(tensor, (counts, last))
+    return Batch(facts, tuple(inputs.values()), values, mask, *per_sample, bootstrap, prefix, *counted, here, keep, totals)
 
 
 def _settings_and_lengths(cp: CPContext, tokens, numbers, choices, nonfinite: str) -> Facts:
@@ -158,7 +170,8 @@ def _settings_and_lengths(cp: CPContext, tokens, numbers, choices, nonfinite: st
 def _refused(facts: Facts, device: torch.device) -> Batch:
     none = torch.zeros(0, dtype=torch.bool, device=device)
     numbers = none.double()
-    return Batch(facts, (), {}, none, numbers, none, none, None, Prefix(none), none.long(), as_bits(none), {})
+    integers, bits = none.long(), as_bits(none)
+    return Batch(facts, (), {}, none, numbers, none, none, None, Prefix(none), integers, integers, none, bits, {})
 
 
 _UNBOUNDED = ("kl_coef",)
@@ -241,8 +254,8 @@ def _mask(full_mask: Tensor, layout) -> tuple[Tensor, list[Check]]:
     if full_mask.dtype in _FLOATS or not len(full_mask):
         whole = native(full_mask.float()) == native(mask)
         return mask, [Check(torch.as_tensor(~whole.all()), find)]
-    low, high = full_mask.aminmax()
-    return mask, [Check((low < 0) | (high > 1), find)]
+    whole = native(full_mask)
+    return mask, [Check((whole.min() < 0) | (whole.max() > 1), find)]
 
 
 def _sample_mask(sample_mask: Tensor) -> tuple[Tensor, list[Check]]:
@@ -255,15 +268,15 @@ def _in_range(name: str, x: Tensor) -> Check:
     return check_samples(name, x, ~good, _range(name))
 
 
-def _total(x: Tensor) -> Tensor:
-    return x.sum(dtype=x.dtype if x.dtype in _FLOATS[2:] else torch.float32)
+def _total(x: Tensor) -> Array:
+    return native(x.sum(dtype=x.dtype if x.dtype in _FLOATS[2:] else torch.float32))
 
 
 def _can_be_infinite(x: Tensor | None) -> bool:
     return x is not None and x.dtype in _FLOATS
 
 
-def _tokens_finite(cp: CPContext, name: str, x: Any, total: Tensor) -> Check:
+def _tokens_finite(cp: CPContext, name: str, x: Any, total: Array) -> Check:
     """NaN and inf at valid tokens. The sum is the cheap test: they never leave it finite. If it overflows, `find`
     knows better.
     """
@@ -271,7 +284,7 @@ def _tokens_finite(cp: CPContext, name: str, x: Any, total: Tensor) -> Check:
     def find() -> Problem | None:
         return _locate_local(cp, name, x, ~x.isfinite(), "a finite number at a valid token")
 
-    return Check(~total.isfinite(), find)
+    return Check(~library(total).isfinite(total), find)
 
 
 def _masked_rewards(cp: CPContext, x: Tensor, mask: Tensor) -> Check:
@@ -279,7 +292,7 @@ def _masked_rewards(cp: CPContext, x: Tensor, mask: Tensor) -> Check:
     bad = (outside != 0) & ~outside.isnan()
 
     def find() -> Problem | None:
-        return _locate_local(cp, "token_rewards", x, bad, "0 or NaN at a masked token: a reward there would be lost")
+        return _locate_local(cp, "token_rewards", outside, bad, "0 or NaN at a masked token: a reward there would be lost")
 
     return Check(bad.any(), find)
 

@@ -19,6 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from cp_returns.arrays import Array, native, tensor
 from cp_returns.collectives import AllGather, call
 from cp_returns.errors import CPInputError
 
@@ -54,15 +55,15 @@ class Check:
     `find` may return None: the cheap test was a false alarm.
     """
 
-    bad: "Tensor | bool"
+    bad: "Tensor | np.bool | bool"
     find: Callable[[], Problem | None]
 
 
-def check_samples(name: str, x: Tensor, bad: Tensor, expected: str) -> Check:
+def check_samples(name: str, x: Array, bad: Array, expected: str) -> Check:
     """A check of one number a sample."""
 
     def find() -> Problem | None:
-        first = bad.nonzero()
+        first = tensor(bad).nonzero()
         return Problem(name, x[first[0]].item(), expected, int(first[0])) if len(first) else None
 
     return Check(bad.any(), find)
@@ -74,11 +75,11 @@ class Facts:
 
     settings: Mapping[str, object] = field(default_factory=dict)
     lengths: Mapping[str, np.ndarray] = field(default_factory=dict)  # [N] on the host; response_length first
-    data: Mapping[str, Tensor] = field(default_factory=dict)  # [N], or packed whole responses: rewards, loss_mask
+    data: Mapping[str, Array] = field(default_factory=dict)  # [N], or packed whole responses: rewards, loss_mask
     problem: Problem | str | None = None
     checks: Sequence[Check] = ()
-    sums: Tensor | None = None  # up to SUMS float64 numbers of this rank; all ranks' are appended to `told`, [W, SUMS]
-    told: list[Tensor] = field(default_factory=list)
+    sums: Array | None = None  # up to SUMS float64 numbers of this rank; all ranks' are appended to `told`, [W, SUMS]
+    told: list[np.ndarray] = field(default_factory=list)
 
     def first_problem(self) -> Problem | str | None:
         if self.problem is not None:
@@ -87,11 +88,13 @@ class Facts:
         return next((problem for problem in found if problem is not None), None)
 
 
-def fingerprint(x: Tensor) -> "int | Tensor":
+def fingerprint(x: Array) -> "int | Tensor":
     """A number that depends on every bit and its place: CRC-32 on the host; on a GPU, 0-dim and left there, the sum
     modulo 2^64 of 64-bit words, each mixed with its index. (The mix is not linear: a weighted sum cannot tell rewards
     1 0 0 1 from 0 1 1 0.)
     """
+    if isinstance(x, np.ndarray):
+        return zlib.crc32(np.ascontiguousarray(x).data)
     flat = x.detach().contiguous()
     raw = flat.as_strided((flat.numel(),), (1,)).view(torch.uint8)  # a single element may keep another stride
     return _mixed_sum(raw) if x.is_cuda else zlib.crc32(raw.numpy().data)
@@ -140,19 +143,19 @@ def _exchange_headers(
     all_gather: AllGather, facts: Facts, data: Tensor, step: str, where: str, size: int
 ) -> tuple[Tensor, list[int]]:
     """All ranks' envelopes and payload sizes; raises on every rank when one is not well or they differ."""
-    sums = data.new_zeros(8 * SUMS) if facts.sums is None else facts.sums.view(torch.uint8)
-    parts = [_header(facts, data).view(torch.uint8), sums, data.new_zeros(_FRONT - HEADER - len(sums))]
+    message = torch.zeros(size, dtype=torch.uint8, device=data.device)
+    _write_header(message[:HEADER].view(torch.int64), facts, data)
+    if facts.sums is not None:
+        native(message[HEADER:_FRONT].view(torch.float64))[: len(facts.sums)] = facts.sums
     if data.numel() <= size - _FRONT:
-        parts.append(data)
-    parts.append(data.new_zeros(size - sum(map(len, parts))))
-    message = torch.cat(parts)
+        native(message)[_FRONT : _FRONT + data.numel()] = native(data)
     envelopes = call(all_gather, message, step)
-    front = envelopes[:, :_FRONT].cpu()  # the one read of a GPU
-    headers = front[:, :HEADER].contiguous().view(torch.int64)
+    front = envelopes[:, :_FRONT].cpu().numpy()  # the one read of a GPU
+    headers = np.ascontiguousarray(front[:, :HEADER]).view(np.int64)
     differ = bool((headers[:, _COMPARED:] != headers[0, _COMPARED:]).any())
     if differ or headers[:, _STATUS].any():
         raise_together(all_gather, facts, where=where, differ=differ, device=data.device)
-    facts.told.append(front[:, HEADER:].contiguous().view(torch.float64))
+    facts.told.append(np.ascontiguousarray(front[:, HEADER:]).view(np.float64))
     return envelopes, headers[:, _PAYLOAD].tolist()
 
 
@@ -196,22 +199,22 @@ def _tell(all_gather: AllGather, facts: Facts, device: torch.device | None, firs
     return [json.loads(row.numpy().tobytes().rstrip(b"\0")) for row in boxes]
 
 
-def _header(facts: Facts, data: Tensor) -> Tensor:
+def _write_header(header: Tensor, facts: Facts, data: Tensor) -> None:
     """[status, payload's bytes, samples, digest of the host's facts, .., fingerprint of the data]."""
     lengths = [np.ascontiguousarray(value).tobytes() for value in facts.lengths.values()]
     digest = _digest(repr((sorted(_settings(facts).items()), list(facts.data))).encode(), *lengths)
     status, prints = int(facts.problem is not None), [fingerprint(value) for value in facts.data.values()]
-    weighed = [2 * index + 1 for index in range(len(prints))]
-    if not data.is_cuda:  # one tensor made of Python's numbers costs less than many small ones
-        status |= any(bool(check.bad) for check in facts.checks)
-        total = sum(int(value) * weight for value, weight in zip(prints, weighed, strict=True))
-        return torch.tensor([status, data.numel(), _num_samples(facts), digest, 0, 0, 0, total % 2**63])
-    header = torch.tensor([status, data.numel(), _num_samples(facts), digest, 0, 0, 0, 0]).to(data.device)
+    known = [status, data.numel(), _num_samples(facts), digest, 0, 0, 0, 0]
+    if not data.is_cuda:
+        known[_STATUS] |= any(bool(check.bad) for check in facts.checks)
+        known[-1] = sum(int(value) * (2 * index + 1) for index, value in enumerate(prints)) % 2**63
+        header.numpy()[:] = known
+        return
+    header.copy_(torch.tensor(known))
     for check in facts.checks:
         header[_STATUS] |= check.bad
-    for value, weight in zip(prints, weighed, strict=True):
-        header[-1] += value * weight
-    return header
+    for index, value in enumerate(prints):
+        header[-1] += value * (2 * index + 1)
 
 
 def _num_samples(facts: Facts) -> int:
@@ -253,7 +256,7 @@ def _samples(facts: Facts, first: int = 0) -> Iterator[dict[str, object]]:
     """What is compared of each sample; a mask as a digest of its bytes, for a mask is too long to show."""
     lengths = next(iter(facts.lengths.values()), np.zeros(0, dtype=np.int64))
     ends = np.cumsum(lengths)
-    data = {key: value.cpu() for key, value in facts.data.items()}
+    data = {key: tensor(value).cpu() for key, value in facts.data.items()}
     for i in range(first, len(lengths)):
         row: dict[str, object] = {key: int(value[i]) for key, value in facts.lengths.items()}
         for key, value in data.items():

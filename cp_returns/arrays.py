@@ -21,7 +21,10 @@ def native(x: Tensor) -> Array:
 
 def tensor(x: Array) -> Tensor:
     """The tensor of a native array, without a copy."""
-    return torch.from_numpy(x) if isinstance(x, np.ndarray) else x
+    if not isinstance(x, np.ndarray):
+        return x
+    of_numpy = torch.from_numpy(x)
+    return of_numpy if x.size else of_numpy.new_empty(x.shape)  # an empty one has strides that `view` does not take
 
 
 def library(x: Array) -> ModuleType:
@@ -32,3 +35,29 @@ def library(x: Array) -> ModuleType:
 def like(index: np.ndarray, x: Array) -> Array:
     """Host numbers where x is."""
     return index if isinstance(x, np.ndarray) else torch.from_numpy(index).to(x.device)
+
+
+def zeros(n: int, x: Array) -> Array:
+    """[n] zeros of x's library, dtype and device."""
+    return np.zeros(n, x.dtype) if isinstance(x, np.ndarray) else x.new_zeros(n)
+
+
+def empty(n: int, *, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """torch.empty; a large one on the host from numpy, which asks for huge pages: the faults of small ones can cost as
+    much as the scan that writes there.
+    """
+    if device.type == "cuda" or n < 2**18 or dtype == torch.bfloat16:
+        return torch.empty(n, dtype=dtype, device=device)
+    return torch.from_numpy(np.empty(n, dtype=torch.zeros((), dtype=dtype).numpy().dtype))
+
+
+def copy(x: Tensor) -> Tensor:
+    """x.clone(), for a large one as `empty`."""
+    return empty(len(x), dtype=x.dtype, device=x.device).copy_(x)
+
+
+def numbers(*values: Any) -> Array:
+    """Numbers that live where the data do, on the host or a GPU, as one float64 array there."""
+    if any(isinstance(value, Tensor) and value.is_cuda for value in values):
+        return torch.stack([value.double() for value in values])
+    return np.array([float(value) for value in values])

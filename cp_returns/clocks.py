@@ -10,7 +10,7 @@ from functools import cached_property
 
 import numpy as np
 import torch
-from jaxtyping import Bool, Int8
+from jaxtyping import Int8
 from torch import Tensor
 
 from cp_returns.arrays import Array, library, like, native, tensor
@@ -23,15 +23,15 @@ CLOCKS = ("token", "trainable", "turn")
 
 
 def clock(
-    layout: Layout, rank: int, full_mask: Bool[Tensor, " full"], kind: str, keep: Int8[Tensor, " local"]
+    layout: Layout, rank: int, full_mask: Prefix, kind: str, keep: Int8[Tensor, " local"]
 ) -> "Clock":
     """One rank's clock; `keep` is its own part of the mask."""
     if kind == "token":
         return Clock(layout, rank, full_mask, keep)
     if kind == "trainable":
         return Clock(layout, rank, full_mask, keep, keep, keep, full_mask)
-    full_tick = turn_ends(full_mask, layout.response_lengths)
-    return Clock(layout, rank, full_mask, keep, keep, as_bits(cut(full_tick, layout, rank)), full_tick)
+    full_tick = turn_ends(full_mask.mask, layout.response_lengths)
+    return Clock(layout, rank, full_mask, keep, keep, as_bits(cut(full_tick, layout, rank)), Prefix(full_tick))
 
 
 @dataclass(frozen=True)
@@ -43,11 +43,11 @@ class Clock:
 
     layout: Layout
     rank: int
-    full_mask: Bool[Tensor, " full"]
+    full_mask: Prefix
     keep: Int8[Tensor, " local"]
     step: Int8[Tensor, " local"] | None = None
     tick: Int8[Tensor, " local"] | None = None
-    full_tick: Bool[Tensor, " full"] | None = None
+    full_tick: Prefix | None = None
 
     @cached_property
     def _cuts(self) -> Array:
@@ -55,13 +55,9 @@ class Clock:
         return like(self.layout.cuts + self.layout.starts[:, None], native(self.keep))
 
     @cached_property
-    def _prefix(self) -> Prefix:
-        return Prefix(self.full_mask)
-
-    @cached_property
     def _valid(self) -> Array:
         """[N, K] valid tokens of each piece."""
-        return self._counts(self._prefix)
+        return self._counts(self.full_mask)
 
     def _counts(self, prefix: Prefix) -> Array:
         upto = prefix.before(self._cuts.reshape(-1)).reshape(self._cuts.shape)
@@ -72,7 +68,7 @@ class Clock:
         """[N, K] how often the decay applies within each piece, its last step included."""
         if self.full_tick is None:
             return self._lengths
-        return self._valid if self.full_tick is self.full_mask else self._counts(Prefix(self.full_tick))
+        return self._valid if self.full_tick is self.full_mask else self._counts(self.full_tick)
 
     @property
     def _lengths(self) -> Array:
@@ -88,10 +84,10 @@ class Clock:
         """[N, K] 1 where the decay applies after the piece's last step; 0 without a step."""
         if self.full_tick is None or self.full_tick is self.full_mask:
             return self.has_step * 1
-        last = self._prefix.last(self._cuts[:, 1:].reshape(-1)).reshape(self.has_step.shape)
-        # `last` may point past the pack where there is no step.
-        ticks = native(torch.cat([self.full_tick, self.full_tick.new_zeros(8)]))
-        return (ticks[last] & self.has_step) * 1
+        before = self.full_mask.before(self._cuts[:, 1:].reshape(-1))
+        last = self.full_mask.place(before)
+        ticks = self.full_tick.before(last + 1) - self.full_tick.before(last)
+        return ticks.reshape(self.has_step.shape) * self.has_step
 
     @cached_property
     def inner_tick(self) -> Int8[Tensor, " local"]:
@@ -104,7 +100,8 @@ class Clock:
             ticks, last = torch.full_like(self.keep, -1), ends - 1
         else:
             prefix, ticks = Prefix(self.keep.bool()), self.tick.clone()
-            some = prefix.before(ends) > prefix.before(starts)
+            before = prefix.before(ends)
+            some = before > prefix.before(starts)
             # A piece without steps has no tick either: its first token changes nothing.
-            last = library(ends).where(some, prefix.last(ends), starts)
+            last = library(ends).where(some, prefix.place(before), starts)
         return ticks.index_fill_(0, tensor(last), 0)

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from cp_returns.errors import CPCollectiveError
 
+SMALL = 128 * 1024  # bytes a rank: a third of the time at 4 and 8 ranks of one machine
 AllGather = Callable[[Tensor], Tensor]
 """[..] on each rank -> [W, ..] on all, in rank order. Injected everywhere, so tests can use threads or `torch.stack`.
 """
@@ -38,9 +39,10 @@ class over:  # noqa: N801 - reads as the function it is: over(group)
 
     def __call__(self, x: Tensor) -> Tensor:
         x = x.detach().contiguous()
-        flat = x.new_empty(self.size * x.numel())  # gloo wants the output flat
+        size = self.size
+        flat = x.new_empty(size * x.numel())  # gloo wants the output flat
         _all_gather(flat, x.view(-1), self.group)
-        return flat.view(self.size, *x.shape)
+        return flat.view(size, *x.shape)
 
     def __str__(self) -> str:
         ranks = dist.get_process_group_ranks(self.group)
@@ -49,6 +51,11 @@ class over:  # noqa: N801 - reads as the function it is: over(group)
 
 
 def _all_gather(flat: Tensor, x: Tensor, group: dist.ProcessGroup) -> None:
+    size = len(flat) // max(len(x), 1)
+    if size > 2 and x.numel() * x.element_size() <= SMALL and dist.get_backend(group) == "gloo":
+        # gloo passes an all-gather round a ring, in size - 1 turns; these messages go all at once.
+        dist.all_to_all_single(flat, x.repeat(size), group=group)
+        return
     # torch 2.13 renames the function and deprecates the old name.
     gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
     gather(flat, x, group=group)

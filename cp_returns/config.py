@@ -1,7 +1,8 @@
 """ReturnsConfig: what to compute. One table says which options an estimator uses, and with which defaults."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from functools import cached_property
 from typing import Any
 
 from cp_returns.baselines import CENTERS, SCALES, SINGLETONS
@@ -144,8 +145,14 @@ class ReturnsConfig:
 
     def __getitem__(self, name: str) -> Any:
         """The value of an option, its default where it was left out; None where the estimator does not use it."""
-        value = getattr(self, name)
-        return self.defaults().get(name) if value is None else value
+        return self.settings[name]
+
+    @cached_property
+    def settings(self) -> dict[str, Any]:
+        """Every option by name, defaults filled in."""
+        defaults = self.defaults()
+        given = {f.name: getattr(self, f.name) for f in fields(self)}
+        return {name: defaults.get(name) if value is None else value for name, value in given.items()}
 
     def group_options(self) -> dict[str, Any]:
         names = ("center", "scale", "ddof", "eps")

@@ -6,7 +6,7 @@ from functools import cached_property
 
 import numpy as np
 import torch
-from jaxtyping import Float64, Int8, Shaped
+from jaxtyping import Float64, Int8, Int64, Shaped
 from torch import Tensor
 
 from cp_returns import exchange
@@ -16,7 +16,6 @@ from cp_returns.clocks import Clock
 from cp_returns.collectives import AllGather, alone, call
 from cp_returns.errors import CPInputError
 from cp_returns.layout import Layout, contiguous
-from cp_returns.masks import Prefix
 from cp_returns.scan import begin, finish, scan, select
 
 Formula = Callable[..., tuple[Tensor, ...]]
@@ -112,7 +111,7 @@ class CPContext:
         return replace(facts, settings={**self.settings, "strategy": self.strategy.__name__, **facts.settings})
 
     def device(self, facts: Facts, inputs: Inputs) -> torch.device:
-        known = [x for x in (*inputs, *facts.data.values()) if x is not None]
+        known = [x for x in (*inputs, *facts.data.values()) if isinstance(x, Tensor)]
         return known[0].device if known else torch.device("cpu")
 
     def scan(self, reward: "Reward", decay: PerSample, clock: Clock, *, dtype: torch.dtype) -> Shaped[Tensor, " local"]:
@@ -214,15 +213,14 @@ class CPContext:
             return float(value)
         return value.to(torch.float64).repeat_interleave(len(self.own))
 
-    def terminal(self, prefix: Prefix, rewards: Float64[Tensor, " samples"]) -> tuple[Tensor, Tensor]:
-        """Each sample's reward as an impulse on its last valid token: (offset, value) per own piece, 0 elsewhere."""
-        x, layout = native(rewards), self.layout
-        starts = like(layout.starts, x)
-        ends = starts + like(layout.response_lengths, x)
-        last = (prefix.last(ends) - starts)[:, None]
-        low, high = (like(layout.cuts[:, [p + after for p in self.own]], x) for after in (0, 1))
-        here = (low <= last) & (last < high) & (prefix.before(ends) > prefix.before(starts))[:, None]
-        offset, value = library(x).where(here, last - low, 0), library(x).where(here, x[:, None], 0.0)
+    def terminal(self, last: Int64[Tensor, " samples"], rewards: Float64[Tensor, " samples"]) -> tuple[Tensor, Tensor]:
+        """Each sample's reward as an impulse on its `last` valid token, -1 where there is none: (offset, value) per
+        own piece, 0 elsewhere.
+        """
+        x, at, own = native(rewards), native(last)[:, None], self.layout.pieces(self.rank)
+        low, high = like(self.layout.cuts[:, own], x), like(self.layout.cuts[:, own + 1], x)
+        here = (low <= at) & (at < high)
+        offset, value = library(x).where(here, at - low, 0), library(x).where(here, x[:, None], 0.0)
         return tensor(offset.reshape(-1)), tensor(value.reshape(-1))
 
 

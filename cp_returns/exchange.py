@@ -24,7 +24,7 @@ import torch
 from jaxtyping import Float64
 from torch import Tensor
 
-from cp_returns.arrays import Array, library, like, native
+from cp_returns.arrays import Array, library, like, native, tensor
 from cp_returns.layout import Layout
 
 SHORT = 200  # tokens of a piece, below which an index of tokens costs less than slices of pieces
@@ -37,16 +37,9 @@ def cut(full: Tensor, layout: Layout, rank: int) -> Tensor:
         return full
     if layout.shares[rank].sum() < SHORT * layout.num_samples * len(pieces):
         return full[torch.from_numpy(layout.index(rank)).to(full.device)]
-    first = (layout.starts[:, None] + layout.cuts[:, pieces]).ravel()
-    last = first + layout.piece_lengths[:, pieces].ravel()
-    if not (full.is_cuda or full.requires_grad or full.dtype == torch.bfloat16):  # numpy's slices cost less
-        whole = full.numpy()
-        return torch.from_numpy(
-            np.concatenate([whole[a:b] for a, b in zip(first.tolist(), last.tolist(), strict=True)])
-        )
-    gaps = first - np.concatenate([[0], last[:-1]])
-    sizes = np.stack([gaps, last - first], axis=1).ravel().tolist()
-    return torch.cat(torch.split(full, [*sizes, len(full) - sum(sizes)])[1:-1:2])
+    if full.is_cuda or full.requires_grad or full.dtype == torch.bfloat16:
+        return torch.cat([*map(full.__getitem__, layout.slices(rank))])
+    return tensor(np.concatenate([*map(full.numpy().__getitem__, layout.slices(rank))]))
 
 
 def pack_bytes(inputs: tuple[Tensor | None, ...], width: int) -> Tensor:
@@ -96,12 +89,13 @@ def _join(shards: Tensor, layout: Layout) -> Tensor:
 
 def by_piece(messages: Float64[Tensor, "ranks samples own numbers"], layout: Layout) -> list[Array]:
     """[W, N, own pieces, numbers] of all ranks -> one [N, K] per number."""
-    sent = np.concatenate([layout.pieces(rank) for rank in range(layout.cp_size)])
-    ranks, samples, own, numbers = messages.shape
     x = native(messages)
-    place = like(np.argsort(sent), x)
-    flat = library(x).moveaxis(x, 1, 0).reshape(samples, ranks * own, numbers)[:, place]
-    return [flat[:, :, k] for k in range(numbers)]
+    ranks, samples, own, numbers = x.shape
+    pieces = like(layout.pieces_of_ranks, x)  # [W, own]
+    whole = library(x).empty_like(x).reshape(numbers, samples, ranks * own)
+    for k in range(numbers):
+        whole[k][:, pieces] = library(x).swapaxes(x[..., k], 0, 1)
+    return list(whole)
 
 
 def chain(first: Array, gain: Array) -> Array:

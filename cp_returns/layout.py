@@ -56,20 +56,20 @@ class Layout:
         return self.cuts[:, 1:] - self.cuts[:, :-1]
 
     @cached_property
-    def _pieces_of(self) -> Integers:
-        """[cp_size, own pieces]: every rank owns equally many."""
+    def pieces_of_ranks(self) -> Integers:
+        """[cp_size, own pieces] the pieces of each rank, ascending: all own equally many."""
         return np.argsort(self.owners, kind="stable").reshape(self.cp_size, -1)
 
     @cached_property
     def shares(self) -> Integers:
         """[cp_size, N] tokens of each sample on each rank."""
-        return self.piece_lengths[:, self._pieces_of].sum(axis=2).T
+        return self.piece_lengths[:, self.pieces_of_ranks].sum(axis=2).T
 
     def pieces(self, rank: int) -> Integers:
         """The pieces that `rank` owns, ascending; the same for every sample."""
         if not 0 <= rank < self.cp_size:
             raise ValueError(f"rank is {rank}; expected 0 <= rank < cp_size = {self.cp_size}")
-        return self._pieces_of[rank]
+        return self.pieces_of_ranks[rank]
 
     def lengths(self, rank: int) -> Integers:
         """[N] tokens of each sample that `rank` owns."""
@@ -79,6 +79,19 @@ class Layout:
     def starts(self) -> Integers:
         """[N] where each response begins in the full pack."""
         return np.cumsum(self.response_lengths) - self.response_lengths
+
+    @cached_property
+    def _slices(self) -> dict[int, list[slice]]:
+        return {}
+
+    def slices(self, rank: int) -> list[slice]:
+        """This rank's pieces in the full pack, in the order of its local pack."""
+        if rank not in self._slices:
+            pieces = self.pieces(rank)
+            first = self.starts[:, None] + self.cuts[:, pieces]
+            last = first + self.piece_lengths[:, pieces]
+            self._slices[rank] = list(map(slice, first.ravel().tolist(), last.ravel().tolist()))
+        return self._slices[rank]
 
     @cached_property
     def _indices(self) -> dict[int, Integers]:

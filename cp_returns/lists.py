@@ -32,7 +32,8 @@ def pack(
     if not len(xs):
         return torch.zeros(0, device=device)
     expected = lengths.tolist()
-    if not all(isinstance(x, Tensor) for x in xs) or [x.shape for x in xs] != [(length,) for length in expected]:
+    tensors = all(isinstance(x, Tensor) for x in xs)
+    if not tensors or [x.shape for x in xs] != [(length,) for length in expected]:
         for i, (x, length) in enumerate(zip(xs, expected, strict=True)):
             if not isinstance(x, Tensor) or x.shape != (length,):
                 given = f"has shape {list(x.shape)}" if isinstance(x, Tensor) else f"is a {type(x).__name__}"
@@ -40,9 +41,8 @@ def pack(
                 raise CPInputError(
                     f"sample {i}, {name} {given}; expected a tensor [{length}], the tokens this rank owns{whole}"
                 )
-    kinds = [(x.dtype, x.device) for x in xs]
-    if kinds.count((xs[0].dtype, device)) != len(kinds):
-        i = next(i for i, kind in enumerate(kinds) if kind != (xs[0].dtype, device))
+    if {x.dtype for x in xs} != {xs[0].dtype} or {x.device for x in xs} != {device}:
+        i = next(i for i, x in enumerate(xs) if (x.dtype, x.device) != (xs[0].dtype, device))
         raise CPInputError(
             f"sample {i}, {name} is {xs[i].dtype} on {xs[i].device}; expected {xs[0].dtype} on {device}, as the others"
         )
@@ -54,6 +54,8 @@ def per_sample(name: str, x: Sequence[float] | Tensor | None, samples: int, devi
     if x is None:
         return None
     dtype = torch.int64 if name == "group_ids" else torch.float64
+    if isinstance(x, list | tuple) and dtype == torch.float64 and set(map(type, x)) <= {float, int}:
+        x = torch.from_numpy(np.array(x, dtype=np.float64))  # without a look at each
     if not isinstance(x, Tensor):
         shapes = [list(y.shape) for y in x if isinstance(y, Tensor) and y.dim()]
         if shapes:

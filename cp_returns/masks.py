@@ -1,4 +1,4 @@
-"""Counting in a packed 0/1 mask without a pass over single tokens: eight tokens are one 64-bit word.
+"""Counting in a packed 0/1 mask without a pass over single tokens: eight tokens are a 64-bit word, 16 words a line.
 
 Works on the mask's device and never reads it back to the host. Arrays as in `arrays`.
 """
@@ -7,40 +7,71 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from cp_returns.arrays import Array, library, native
+from cp_returns.arrays import Array, library, like, native
 
+_WORDS = 16
+_LINE = 8 * _WORDS  # tokens; few enough that the bytes of a line's words add up without a carry
+_FEW = 1024  # lines, below which a copy of the mask with its end padded costs less than a look at where lines lie
 _ONES = 0x0101010101010101
+_AHEAD = np.zeros((_LINE, _LINE), dtype=np.uint8)  # the bytes of a line ahead of each of its positions
+_AHEAD[np.tril_indices(_LINE, -1)] = 0xFF
+_AHEAD = _AHEAD.view(np.int64)
 
 
 class Prefix:
-    """Counts of valid tokens before any position of a packed bool mask, and the place of the last one."""
+    """Counts of valid tokens before any position of a packed bool mask, and the places of valid tokens.
+
+    Keeps the mask and one number a line.
+    """
 
     def __init__(self, mask: Tensor):
-        padded = mask.new_zeros(-(-(len(mask) + 1) // 8) * 8)  # one more, so that the end of the pack is a position too
-        padded[: len(mask)] = mask
-        self.words = native(padded.view(torch.int64))
-        self.counts = _popcount(self.words).cumsum(0)  # through each word
+        self.mask = mask = mask.contiguous()
+        lines = len(mask) // _LINE
+        whole = mask[: lines * _LINE]
+        if mask.storage_offset() % 8:
+            whole = whole.clone()  # a word lies at a multiple of its size
+        rest = mask.new_zeros(_LINE)  # never full, so that the end of the pack is a position too
+        rest[: len(mask) - len(whole)] = mask[len(whole) :]
+        lib = library(native(mask))
+        self._words, self._rest = (native(part).view(lib.int64).reshape(-1, _WORDS) for part in (whole, rest))
+        if lines < _FEW:
+            self._words = lib.concatenate([self._words, self._rest])
+        through = _popcount(_sum_words(self._words)).cumsum(0)
+        self._counts = lib.concatenate([through[:1] * 0, through])  # before each line
 
     def before(self, position: Array) -> Array:
         """How many valid tokens lie before each position 0 .. len(mask)."""
-        word = position >> 3
-        whole = self.words[word]
-        ahead = whole & (-1 << ((position & 7) * 8))  # the bytes from the position on
-        return self.counts[word] - _popcount(ahead)
+        line, ahead = position // _LINE, like(_AHEAD, position)[position % _LINE]
+        return self._counts[line] + _popcount(_sum_words(self._at(line) & ahead))
 
-    def last(self, end: Array) -> Array:
-        """The position of the last valid token before each `end`; any position when there is none."""
-        lib = library(self.words)
-        rank = self.before(end)  # it is the rank-th valid token, counted from 1
-        word = lib.searchsorted(self.counts, rank)
-        whole = self.words[word]
-        rank_in_word = rank - self.counts[word] + _popcount(whole)
-        through = (whole * _ONES).view(lib.uint8).reshape(-1, 8)  # valid tokens up to each byte (little-endian)
-        return word * 8 + (through < rank_in_word[:, None]).sum(1)
+    def place(self, rank: Array) -> Array:
+        """Where the rank-th valid token lies, counted from 1; any position for rank 0."""
+        lib = library(rank)
+        line = lib.searchsorted(self._counts[1:], rank)
+        words, within = self._at(line), rank - self._counts[line]
+        through = _popcount(words).cumsum(1)  # valid tokens of the line up to each word's end
+        at = (through < within[:, None]).sum(1)
+        row = like(np.arange(len(rank)), rank)
+        word = words[row, at]
+        within = within - through[row, at] + _popcount(word)
+        byte = ((word * _ONES).view(lib.uint8).reshape(-1, 8) < within[:, None]).sum(1)
+        return line * _LINE + at * 8 + byte
+
+    def _at(self, line: Array) -> Array:
+        """[n, 16] the words of lines."""
+        if len(self._words) < _FEW:
+            return self._words[line]
+        words = self._words[line.clip(0, len(self._words) - 1)]
+        return library(line).where((line < len(self._words))[:, None], words, self._rest)
 
 
 def _popcount(words: Array) -> Array:
-    return (words * _ONES) >> 56
+    return ((words * _ONES) >> 56) & 0xFF
+
+
+def _sum_words(words: Array) -> Array:
+    """[n, 16] -> [n]; numpy's own sum takes four times as long for rows so short."""
+    return np.einsum("ij->i", words) if isinstance(words, np.ndarray) else words.sum(1)
 
 
 def turn_ends(mask: Tensor, response_lengths: np.ndarray) -> Tensor:

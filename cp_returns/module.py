@@ -13,6 +13,8 @@ from torch import Tensor, nn
 from cp_returns import groups, lists
 from cp_returns.admission import Batch, admit
 from cp_returns.agreement import Facts, Problem, agree, refuse
+from cp_returns.arrays import copy, native
+from cp_returns.arrays import numbers as numbers_like
 from cp_returns.collectives import AllGather, Counted, alone, call
 from cp_returns.config import LAYOUTS, STRATEGIES, ReturnsConfig
 from cp_returns.context import CPContext
@@ -168,7 +170,7 @@ class ContextParallelReturns(nn.Module):
             where.cp,
             STRATEGIES[self.config.strategy],
             self.config.agreement,
-            settings={f.name: self.config[f.name] for f in fields(self.config)},
+            settings=self.config.settings,
         )
         return self._compute(cp, where, packed, numbers_of, {k: v for k, v in numbers.items() if v is not None})
 
@@ -314,15 +316,15 @@ class ContextParallelReturns(nn.Module):
             sample_mask=samples["sample_mask"],
             unselected=("values",) if config["masked_values"] == "use" else (),
             nonfinite=config.nonfinite,
+            owned=True,
         )
         if problem is not None:
             batch = replace(batch, facts=replace(batch.facts, problem=problem))
         if batch.facts.problem is not None:
             return batch
-        counts = batch.valid_counts
-        kl_sum = batch.totals.get("kl", torch.zeros((), device=full_mask.device))
-        sums = [kl_sum, batch.missing.sum(), (counts == 0).sum(), counts.sum()]
-        return replace(batch, facts=replace(batch.facts, sums=torch.stack([x.double() for x in sums])))
+        counts = native(batch.valid_counts)
+        sums = batch.totals.get("kl", 0.0), native(batch.missing).sum(), (counts == 0).sum(), counts.sum()
+        return replace(batch, facts=replace(batch.facts, sums=numbers_like(*sums)))
 
     def _estimate(self, cp: CPContext, dp: AllGather, batch: Batch, samples: dict) -> tuple[Tensor, Tensor]:
         config = self.config
@@ -338,7 +340,7 @@ class ContextParallelReturns(nn.Module):
             returns = discounted_returns(batch, cp, config["clock"] or "token")
         else:
             returns = baseline_advantages(batch, cp, ids, all_gather=dp, **options)
-        return returns, returns.clone()
+        return returns, copy(returns)
 
     def _whiten(
         self, cp: CPContext, dp_cp: AllGather, batch: Batch, facts: Facts, x: Tensor
@@ -393,7 +395,7 @@ class ContextParallelReturns(nn.Module):
             },
         )
         sizes = cp.layout.lengths(cp.rank).tolist()
-        shards = [list(torch.split(x, sizes)) for x in (returns, advantages, batch.keep.bool())]
+        shards = [list(torch.split(x, sizes)) for x in (returns, advantages, batch.here)]
         return Returns(shards[0], shards[1], shards[2], info)
 
 

@@ -12,6 +12,7 @@ The accumulation is float64 and is rounded once, at the end.
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -19,12 +20,14 @@ import torch
 from jaxtyping import Float64, Int8, Shaped
 from torch import Tensor
 
-from cp_returns.arrays import Array, library, like, native
+from cp_returns.arrays import Array, empty, library, like, native, tensor, zeros
 from cp_returns.layout import Lengths
 
 BLOCK = 16
-TILE = 16384  # blocks: 2 MiB of float64 rows stay in cache while they are worked on
+TILE = 8192  # blocks: 1 MiB of float64 rows stays in cache while it is worked on
+SHORT = 200  # tokens of a segment, below which an index of tokens costs less than slices of segments
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_BYTES = 0x0101010101010101
 _ONE = 0x3FF0000000000000  # the bits of 1.0
 PerSegment = float | Float64[Tensor, " segments"]
 
@@ -51,11 +54,9 @@ def reverse_scan(
         if decay.shape not in ((), (len(lengths),)):
             raise ValueError(f"decay has shape {list(decay.shape)}; expected [] or [{len(lengths)}], one a segment")
         decay = decay.detach().double().expand(len(lengths))
-    keep = ticks = None if step is None else as_bits(step)
-    if tick is not None:
-        ticks = as_bits(tick) if keep is None else as_bits(tick) & keep
-    x = select(x.detach(), keep)
-    return scan(x, lengths, decay, keep=keep, tick=ticks, dtype=result_dtype(x))
+    steps = None if step is None else as_bits(step)
+    ticks = steps if tick is None else as_bits(tick)
+    return scan(x.detach(), lengths, decay, step=steps, keep=steps, tick=ticks, dtype=result_dtype(x))
 
 
 def result_dtype(*inputs: Tensor) -> torch.dtype:
@@ -72,14 +73,13 @@ def select(x: Tensor, bits: Int8[Tensor, " tokens"] | None) -> Tensor:
     """x where the mask holds, +0 elsewhere, whatever x is there. A new tensor (x itself without a mask)."""
     if bits is None:
         return x
-    word = _BITS[x.element_size()]
-    return (x.view(word) & bits.to(word)).view(x.dtype)
+    return tensor(native(x.view(_BITS[x.element_size()])) & native(bits)).view(x.dtype)
 
 
-def _select_in_place(x: Tensor, bits: Int8[Tensor, " tokens"] | None) -> Tensor:
+def select_in_place(x: Tensor, bits: Int8[Tensor, " tokens"] | None) -> Tensor:
+    """`select`, written over x."""
     if bits is not None:
-        word = _BITS[x.element_size()]
-        x.view(word).bitwise_and_(bits.to(word))
+        x.view(_BITS[x.element_size()]).bitwise_and_(bits)
     return x
 
 
@@ -98,6 +98,34 @@ class Group:
     num_blocks: int
     continues: bool  # part of one long segment, which goes on in the next group
 
+    @cached_property
+    def place(self) -> np.ndarray | None:
+        """Where each token lies among the blocks; None where it is cheaper to move whole segments."""
+        if self.tokens.stop - self.tokens.start >= SHORT * len(self.lengths):
+            return None
+        return np.arange(self.lengths.sum()) + np.repeat(np.cumsum(self.pads), self.lengths)
+
+    @cached_property
+    def behind(self) -> np.ndarray:
+        """[blocks] how many blocks of its segment lie behind each."""
+        return np.repeat(self.last, self.blocks[self.some]) - np.arange(self.num_blocks)
+
+    @property
+    def front(self) -> np.ndarray:
+        """Where each segment's first token lies among the blocks."""
+        return BLOCK * np.cumsum(self.blocks) - self.lengths
+
+    @cached_property
+    def slices(self) -> list[slice]:
+        """Each segment's tokens, counted in the group."""
+        ends = np.cumsum(self.lengths)
+        return list(map(slice, (ends - self.lengths).tolist(), ends.tolist()))
+
+    @cached_property
+    def slices_among_blocks(self) -> list[slice]:
+        """Each segment's tokens among the blocks, behind its pad."""
+        return list(map(slice, self.front.tolist(), (self.front + self.lengths).tolist()))
+
 
 @dataclass(frozen=True)
 class Tile:
@@ -106,6 +134,7 @@ class Tile:
     group: Group
     rows: Array
     decay: Any  # a float, [blocks], or [16, blocks] with ticks
+    powers: Array  # [17] or [17, segments]: decay^0 .. decay^16
     gain: Any  # of a whole block: a float or [blocks]
     below: Array  # [blocks] the y past each block's end, with nothing entering the segment
 
@@ -126,31 +155,31 @@ def begin(
     *,
     scale: PerSegment = 1.0,
     impulse: tuple[Tensor, Tensor] | None = None,
+    step: Int8[Tensor, " tokens"] | None = None,
     keep: Int8[Tensor, " tokens"] | None = None,
     tick: Int8[Tensor, " tokens"] | None = None,
 ) -> Scan:
     """Scan every segment with nothing entering at its end.
 
     The recurrence's x is scale * x plus one `impulse` a segment: (offsets in the segment, float64 values), 0 where
-    there is none. `keep` selects the output; `keep` and `tick` are bits as `as_bits` makes them.
+    there is none. `step` selects x and the ticks, `keep` the output; they and `tick` are bits as `as_bits` makes them.
     """
     heads = torch.zeros(len(lengths), dtype=torch.float64, device=x.device)
-    tiles = list(_scan_tiles(x, lengths, decay, scale, impulse, tick, heads))
+    tiles = list(_scan_tiles(x, lengths, decay, scale, impulse, step, tick, heads))
     return Scan(tiles, keep, heads)
 
 
 def finish(begun: Scan, entering: Float64[Tensor, " segments"] | None = None, *, dtype: torch.dtype) -> Tensor:
     """All y, with `entering` (default 0) as the y past each segment's end; rounded to dtype once. Uses it up."""
-    out = torch.empty(begun.tiles[0].group.tokens.stop if begun.tiles else 0, dtype=dtype, device=begun.heads.device)
+    out = empty(begun.tiles[0].group.tokens.stop if begun.tiles else 0, dtype=dtype, device=begun.heads.device)
     head = None
     for tile in begun.tiles:
         group = tile.group
         if entering is not None:
-            arrives = head if group.continues else native(entering)[group.segments][like(group.some, tile.rows)]
-            tile.below[...] = _values_below(tile.rows, tile.gain, group, arrives)
-        _finish_tile(tile, out)
+            _let_in(tile, head if group.continues else native(entering)[group.segments])
+        _finish_tile(tile, out, begun.keep)
         head = tile.rows[int(group.pads[0]), :1]
-    return _select_in_place(out, begun.keep)
+    return out
 
 
 def scan(
@@ -160,15 +189,16 @@ def scan(
     *,
     scale: PerSegment = 1.0,
     impulse: tuple[Tensor, Tensor] | None = None,
+    step: Int8[Tensor, " tokens"] | None = None,
     keep: Int8[Tensor, " tokens"] | None = None,
     tick: Int8[Tensor, " tokens"] | None = None,
     dtype: torch.dtype,
 ) -> Tensor:
     """finish(begin(..)), tile by tile: each stays in cache, and no more than one is in memory."""
-    out = torch.empty(sum(lengths), dtype=dtype, device=x.device)
-    for tile in _scan_tiles(x, lengths, decay, scale, impulse, tick, heads=None):
-        _finish_tile(tile, out)
-    return _select_in_place(out, keep)
+    out = empty(len(x), dtype=dtype, device=x.device)
+    for tile in _scan_tiles(x, lengths, decay, scale, impulse, step, tick, heads=None):
+        _finish_tile(tile, out, keep)
+    return out
 
 
 def plan(lengths: Lengths, *, one: bool = False) -> Iterator[Group]:
@@ -205,14 +235,14 @@ def _group(tokens: slice, segments: slice, lengths: np.ndarray, *, continues: bo
     return Group(tokens, segments, lengths, pads, blocks, some, first, last, int(ends[-1]), bool(continues))
 
 
-def _scan_tiles(x: Tensor, lengths, decay, scale, impulse, tick, heads: Tensor | None) -> Iterator[Tile]:
+def _scan_tiles(x: Tensor, lengths, decay, scale, impulse, step, tick, heads: Tensor | None) -> Iterator[Tile]:
     """Each group's tile, last first; fills the heads of the segments if these are wanted."""
     if x.dtype in (torch.bfloat16, torch.bool):  # numpy has no bfloat16
         x = x.float()
     starts = np.cumsum(np.asarray(lengths, dtype=np.int64)) - lengths
     head = None
     for group in plan(lengths, one=x.is_cuda):
-        tile = _scan_tile(native(x), group, starts, decay, scale, impulse, tick, head)
+        tile = _scan_tile(native(x), group, starts, decay, scale, impulse, step, tick, head)
         if heads is not None or group.tokens.start > starts[group.segments.start]:
             first = _first_values(tile)
             head = first[:1]
@@ -222,42 +252,60 @@ def _scan_tiles(x: Tensor, lengths, decay, scale, impulse, tick, heads: Tensor |
 
 
 @np.errstate(over="ignore", invalid="ignore")
-def _scan_tile(x: Array, group: Group, starts, decay, scale, impulse, tick, head: Array | None) -> Tile:
+def _scan_tile(x: Array, group: Group, starts, decay, scale, impulse, step, tick, head: Array | None) -> Tile:
     lib = library(x)
-    rows = native(torch.empty(BLOCK, group.num_blocks, dtype=torch.float64, device=getattr(x, "device", None)))
-    rows[...] = _stage(x, group).reshape(-1, BLOCK).T
+    device = getattr(x, "device", None)
+    staged = _stage(x, group)
+    steps = None if step is None else _stage(native(step), group)
+    ticks = steps if tick is step else None if tick is None else _stage(native(tick), group)
+    bits = None if ticks is None else native(torch.empty(BLOCK, group.num_blocks, dtype=torch.int64, device=device))
+    rows = native(torch.empty(BLOCK, group.num_blocks, dtype=torch.float64, device=device))
+    if steps is not None and ticks is not steps:
+        staged, ticks = native(select(tensor(staged), tensor(steps))), ticks & steps
+    rows[...] = staged.reshape(-1, BLOCK).T
+    if bits is not None:
+        bits[...] = ticks.reshape(-1, BLOCK).T
+        if ticks is steps:
+            words = rows.view(bits.dtype)
+            words &= bits
     if isinstance(scale, Tensor) or scale != 1.0:
         rows *= _per_block(scale, group)
     if impulse is not None:
         _add_impulses(rows, group, starts, *impulse)
+    powers = _powers(decay, group, rows)
     decay = _per_block(decay, group)
-    if tick is not None:
-        decay = _decays(decay, _stage(native(tick), group))
+    if bits is not None:
+        gain = _power_of_ticks(powers, ticks, group)
+        decay = _decays(decay, bits)
+    else:
+        gain = powers[BLOCK] if isinstance(decay, float) else _repeat(powers[BLOCK], group)
     carry = lib.empty_like(rows[0])
     for r in range(BLOCK - 2, -1, -1):
         lib.multiply(rows[r + 1], _row(decay, r), out=carry)
         rows[r] += carry
-    gain = _block_gain(decay)
     below = _values_below(rows, gain, group, head if group.continues else None)
-    return Tile(group, rows, decay, gain, below)
+    return Tile(group, rows, decay, powers, gain, below)
 
 
 def _add_impulses(rows: Array, group: Group, starts: np.ndarray, offsets: Tensor, values: Tensor) -> None:
     """Add one value a segment at an offset; of a segment in several groups, in the one that holds the place."""
-    here_first: Array = like(group.first * BLOCK + group.pads[group.some], rows)
     offset: Array
     value: Array
-    offset, value = (native(part)[group.segments][like(group.some, rows)] for part in (offsets, values))
-    if len(group.some) == 1 and not isinstance(rows, Tensor):
+    offset, value = native(offsets)[group.segments], native(values)[group.segments]
+    first = group.front
+    if len(group.some) < len(group.lengths):
+        some = like(group.some, rows)
+        offset, value, first = offset[some], value[some], first[group.some]
+    if len(first) == 1 and not isinstance(rows, Tensor):  # part of a long segment?
         offset = offset - (group.tokens.start - starts[group.segments.start + group.some[0]])
         here = (offset >= 0) & (offset < group.lengths[group.some])
         offset, value = np.where(here, offset, 0), np.where(here, value, 0.0)
-    position = offset + here_first
+    position = offset + like(first, rows)
     rows[position % BLOCK, position // BLOCK] += value  # one a segment: no position twice
 
 
 @np.errstate(over="ignore", invalid="ignore")
-def _finish_tile(tile: Tile, out: Tensor) -> None:
+def _finish_tile(tile: Tile, out: Tensor, keep: Tensor | None) -> None:
     """Let what lies below each block run through its rows; write the tokens to their place in the pack."""
     group, rows, carry = tile.group, tile.rows, tile.below
     staged = torch.empty(group.num_blocks, BLOCK, dtype=out.dtype, device=out.device)
@@ -267,6 +315,8 @@ def _finish_tile(tile: Tile, out: Tensor) -> None:
         rows[r] += carry
         to[:, r] = rows[r]
     _unstage(staged.view(-1), group, out)
+    if keep is not None:
+        select_in_place(out[group.tokens], keep[group.tokens])
 
 
 @np.errstate(over="ignore", invalid="ignore")
@@ -279,7 +329,7 @@ def _values_below(rows: Array, gain, group: Group, entering: Array | None) -> Ar
     lib, n, longest = library(rows), group.num_blocks, int(group.blocks.max())
     last = like(group.last, rows)
     device = getattr(rows, "device", None)
-    heads, gains, other = (native(torch.zeros(n + longest, dtype=torch.float64, device=device)) for _ in range(3))
+    heads, gains, other = native(torch.zeros(3, n + longest, dtype=torch.float64, device=device))
     lib.add(rows[0], 0.0, out=heads[:n])  # -0.0 becomes 0.0: its sign must not depend on how often mates make us double
     gains[:n] = gain
     if entering is not None:
@@ -287,13 +337,13 @@ def _values_below(rows: Array, gain, group: Group, entering: Array | None) -> Ar
     gains[last] = 0.0
     # 0 * NaN and 0 * inf are NaN: where some occur, what lies past a segment's end is left out, not multiplied by 0.
     finite = lib is np and np.isfinite(heads.sum())
-    behind = None if finite else np.repeat(group.last, group.blocks[group.some]) - np.arange(n)
+    behind = None if finite else like(group.behind, rows)
     product = lib.empty_like(rows[0])
     reach = 1
     while reach < longest:
         lib.multiply(gains[:n], heads[reach : reach + n], out=product)
         if behind is not None:
-            product = lib.where(like(behind >= reach, rows), product, 0.0)
+            product = lib.where(behind >= reach, product, 0.0)
         lib.multiply(gains[:n], gains[reach : reach + n], out=other[:n])
         heads[:n] += product
         gains, other = other, gains
@@ -303,37 +353,50 @@ def _values_below(rows: Array, gain, group: Group, entering: Array | None) -> Ar
     return below
 
 
+@np.errstate(over="ignore", invalid="ignore")
+def _let_in(tile: Tile, entering: Array) -> None:
+    """What enters at the segments' ends, in the y past each block's end."""
+    group, below = tile.group, tile.below
+    if getattr(tile.decay, "ndim", 0) == 2:
+        below[...] = _values_below(tile.rows, tile.gain, group, entering[like(group.some, below)])
+        return
+    behind = like(group.behind, below)
+    if isinstance(tile.decay, float):
+        gain = (tile.gain ** like(np.arange(group.blocks.max()), below))[behind]
+    else:
+        gain = tile.gain**behind
+    below += gain * _repeat(entering, group)
+
+
 def _first_values(tile: Tile) -> Array:
     """The y of the first token of each segment that has some."""
     first, below = like(tile.group.first, tile.rows), tile.below
     if getattr(tile.decay, "ndim", 0) == 2:  # front pads do not tick: row 0 holds the first token's y
         return tile.rows[0][first] + tile.gain[first] * below[first]
-    pads = tile.group.pads[tile.group.some]
-    decay = tile.decay if isinstance(tile.decay, float) else tile.decay[first]
-    powers = [decay]
-    for _ in range(BLOCK - 1):
-        powers.append(powers[-1] * decay)
-    if isinstance(decay, float):
-        gain = like(np.array(powers)[BLOCK - 1 - pads], tile.rows)
-    else:
-        lib = library(tile.rows)
-        gain = lib.stack(powers)[like(BLOCK - 1 - pads, tile.rows), like(np.arange(len(pads)), tile.rows)]
-    return tile.rows[like(pads, tile.rows), first] + gain * below[first]
+    pads = like(tile.group.pads[tile.group.some], tile.rows)
+    at: Any = BLOCK - pads
+    if tile.powers.ndim == 2:
+        at = (at, like(tile.group.some, tile.rows))
+    return tile.rows[pads, first] + tile.powers[at] * below[first]
 
 
 def _stage(x: Array, group: Group) -> Array:
     """[blocks * 16]: the group's tokens, each segment with zeros in front up to a block's border."""
     if not group.pads.any():
         return x[group.tokens]
+    if group.place is not None:
+        staged = zeros(BLOCK * group.num_blocks, x)
+        staged[like(group.place, x)] = x[group.tokens]
+        return staged
     pads = group.pads.tolist()
     if isinstance(x, Tensor):
-        zeros = torch.split(x.new_zeros(BLOCK * (BLOCK - 1) // 2), list(range(BLOCK)))
+        fronts = torch.split(x.new_zeros(BLOCK * (BLOCK - 1) // 2), list(range(BLOCK)))
         parts = torch.split(x[group.tokens], group.lengths.tolist())
-        return torch.cat([y for pad, part in zip(pads, parts, strict=True) for y in (zeros[pad], part)])
-    zeros = [np.zeros(pad, x.dtype) for pad in range(BLOCK)]
-    ends = (np.cumsum(group.lengths) + group.tokens.start).tolist()
-    starts = [group.tokens.start, *ends]
-    return np.concatenate([y for pad, a, b in zip(pads, starts, ends, strict=False) for y in (zeros[pad], x[a:b])])
+        return torch.cat([y for pad, part in zip(pads, parts, strict=True) for y in (fronts[pad], part)])
+    fronts = [np.zeros(pad, x.dtype) for pad in range(BLOCK)]
+    parts: list[np.ndarray] = [fronts[pad] for pad in pads for _ in range(2)]
+    parts[1::2] = map(x[group.tokens].__getitem__, group.slices)
+    return np.concatenate(parts)
 
 
 def _unstage(staged: Tensor, group: Group, out: Tensor) -> None:
@@ -341,45 +404,57 @@ def _unstage(staged: Tensor, group: Group, out: Tensor) -> None:
     if not group.pads.any():
         out[group.tokens] = staged
         return
-    sizes = np.stack([group.pads, group.lengths], axis=1).ravel()
+    if group.place is not None:
+        native(out)[group.tokens] = native(staged)[like(group.place, native(staged))]
+        return
     if staged.is_cuda:
+        sizes = np.stack([group.pads, group.lengths], axis=1).ravel()
         torch.cat(torch.split(staged, sizes.tolist())[1::2], out=out[group.tokens])
         return
-    bounds = np.cumsum(sizes).reshape(-1, 2).tolist()
-    values = staged.numpy()
-    np.concatenate([values[a:b] for a, b in bounds], out=out.numpy()[group.tokens])
+    np.concatenate([*map(staged.numpy().__getitem__, group.slices_among_blocks)], out=out.numpy()[group.tokens])
 
 
 def _per_block(value: PerSegment, group: Group) -> Any:
     """A value per segment -> one per block of the group; a float stays a float."""
     if not isinstance(value, Tensor):
         return float(value)
-    own = native(value)[group.segments]
+    return _repeat(native(value)[group.segments], group)
+
+
+def _repeat(own: Array, group: Group) -> Array:
+    """[segments of the group] -> [blocks]"""
     if isinstance(own, np.ndarray):
         return np.repeat(own, group.blocks)
     return own.repeat_interleave(like(group.blocks, own), output_size=group.num_blocks)
 
 
-def _decays(decay: Any, ticks: Array) -> Array:
-    """[16, blocks]: decay where the tick's bits are set, 1.0 elsewhere, put together bit by bit."""
-    lib = library(ticks)
-    bits = native(torch.empty(BLOCK, len(ticks) // BLOCK, dtype=torch.int64, device=getattr(ticks, "device", None)))
-    bits[...] = ticks.reshape(-1, BLOCK).T
+def _decays(decay: Any, bits: Array) -> Array:
+    """[16, blocks]: decay where the tick's bits are set, 1.0 elsewhere, put together bit by bit. Uses bits up."""
+    lib = library(bits)
     bits &= int(np.float64(decay).view(np.int64)) ^ _ONE if isinstance(decay, float) else decay.view(lib.int64) ^ _ONE
     bits ^= _ONE
     return bits.view(lib.float64)
 
 
-def _block_gain(decay: Any) -> Any:
-    """The product of a block's 16 decays."""
-    if getattr(decay, "ndim", 0) == 2:
-        gain = decay[0] * decay[1]
-        for r in range(2, BLOCK):
-            gain *= decay[r]
-        return gain
-    for _ in range(4):
-        decay = decay * decay
-    return decay
+def _powers(decay: PerSegment, group: Group, rows: Array) -> Array:
+    """decay^0 .. decay^16 by repeated multiplication, [17] or one column a segment of the group."""
+    own = native(decay)[group.segments] if isinstance(decay, Tensor) else float(decay)
+    powers = [own * 0 + 1.0]
+    for _ in range(BLOCK):
+        powers.append(powers[-1] * own)
+    return library(own).stack(powers) if isinstance(decay, Tensor) else like(np.array(powers), rows)
+
+
+def _power_of_ticks(powers: Array, ticks: Array, group: Group) -> Array:
+    """[blocks] the gain of a whole block, from how often it ticks."""
+    if isinstance(ticks, Tensor):
+        count: Array = -ticks.reshape(-1, BLOCK).sum(1)
+    else:  # eight ticks are one word
+        words = ticks.view(np.int64).reshape(-1, 2) & _BYTES
+        count = ((words[:, 0] + words[:, 1]) * _BYTES) >> 56
+    if powers.ndim == 1:
+        return powers[count]
+    return powers[count, _repeat(like(np.arange(len(group.lengths)), powers), group)]
 
 
 def _row(decay: Any, row: int) -> Any:

@@ -3,13 +3,15 @@
 from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
 import torch
 from jaxtyping import Float64, Shaped
 from torch import Tensor
 
 from cp_returns.agreement import Check, Facts, Problem, agree, raise_together
+from cp_returns.arrays import library, native, numbers, tensor
 from cp_returns.collectives import AllGather, alone, call
-from cp_returns.scan import as_bits, result_dtype, select
+from cp_returns.scan import as_bits, result_dtype, select, select_in_place
 
 EPS_MODES = ("add", "clamp")
 MESSAGE = 512  # bytes: header, sums, three moments
@@ -81,48 +83,58 @@ def whiten(
     return apply(x, as_bits(mask), merge(messages), chosen)
 
 
+@np.errstate(over="ignore", invalid="ignore")
 def moments(x: Tensor, bits: Tensor, weights: Tensor | None = None) -> Float64[Tensor, "3"]:
     """(weight, mean, M2) of the valid tokens. Taken about one valid token, so a constant has M2 exactly 0 and an exact
     mean.
     """
-    valid = bits.bool()
-    origin = torch.zeros((), dtype=torch.float64, device=x.device)
+    wide, x64 = native(bits), x.detach().to(torch.float64, copy=True)
+    d = native(x64)
+    lib, origin = library(d), 0.0
     if len(x):
-        origin = select(x, bits)[bits.argmin()].double()
-    d = select(x.detach().double() - origin, bits)
-    w = valid.double() if weights is None else select(weights.detach().double(), bits)
-    total = w.sum()
-    shift = (d * w).sum() / torch.where(total > 0, total, 1.0)
-    centred = select(d - shift, bits)
-    return torch.stack([total, origin + shift, (centred * centred * w).sum()])
+        first = wide.argmin()  # a valid token's bits are -1
+        origin = lib.where(wide[first] != 0, d[first], 0.0)
+    d -= origin
+    select_in_place(x64, bits)
+    w = None if weights is None else native(select(weights.detach().double(), bits))
+    total = -wide.sum(dtype=lib.int64) if w is None else w.sum()
+    shift = (d if w is None else d * w).sum() / lib.where(total > 0, total, 1.0)
+    d -= shift
+    select_in_place(x64, bits)
+    d *= d
+    return tensor(numbers(total, origin + shift, (d if w is None else d * w).sum()))
 
 
+@np.errstate(over="ignore", invalid="ignore")
 def merge(messages: Float64[Tensor, "ranks 3"]) -> Float64[Tensor, "3"]:
     """(weight, mean, M2) of all ranks (Chan et al.), about the mean of the heaviest rank: equal means merge to
     themselves.
     """
-    weight, mean, m2 = messages.unbind(1)
+    x = native(messages)
+    lib, (weight, mean, m2) = library(x), x.T
     total = weight.sum()
     origin = mean[weight.argmax()]
-    d = torch.where(weight > 0, mean - origin, 0.0)
-    shift = (weight * d).sum() / torch.where(total > 0, total, 1.0)
-    return torch.stack([total, origin + shift, m2.sum() + (weight * (d - shift).square()).sum()])
+    d = lib.where(weight > 0, mean - origin, 0.0)
+    shift = (weight * d).sum() / lib.where(total > 0, total, 1.0)
+    return tensor(numbers(total, origin + shift, m2.sum() + (weight * lib.square(d - shift)).sum()))
 
 
+@np.errstate(over="ignore", invalid="ignore")
 def apply(x: Tensor, bits: Tensor, merged: Float64[Tensor, "3"], options: Mapping[str, Any]) -> Tensor:
     """Whiten this rank's tokens by the moments of all."""
-    weight, mean, m2 = merged.unbind()
-    y = x.detach().double()
+    x64 = x.detach().to(torch.float64, copy=True)
+    y, (weight, mean, m2) = native(x64), native(merged)
+    lib = library(y)
     if options["center"]:
-        y = y - mean
+        y -= mean
     if options["scale"]:
         freedom = weight - options["ddof"]
-        var = m2 / torch.where(freedom > 0, freedom, 1.0)
-        var = var + options["eps"] if options["eps_mode"] == "add" else var.clamp(min=options["eps"])
-        y = y * torch.where(var == 0, 0.0, var.rsqrt())  # NaN stays NaN
+        var = m2 / lib.where(freedom > 0, freedom, 1.0)
+        var = var + options["eps"] if options["eps_mode"] == "add" else lib.clip(var, options["eps"], None)
+        y *= lib.where(var == 0, 0.0, 1 / lib.sqrt(lib.where(var == 0, 1.0, var)))  # NaN stays NaN
     if not options["shift_mean"]:
-        y = y + mean
-    return select(y.to(result_dtype(x)), torch.where(weight == 0, 0, bits))
+        y += mean
+    return select_in_place(x64.to(result_dtype(x)), tensor(native(bits) * (weight != 0)))
 
 
 def _first_problem(x: Tensor, mask: Tensor, weights: Tensor | None, options: Mapping[str, Any]) -> Problem | None:

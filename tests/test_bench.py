@@ -221,7 +221,7 @@ def test_calls_of_a_batch_do_not_grow_with_samples_or_tokens(
     assert few[2] == collectives
     assert of(128, 256) == few  # 32k tokens in many samples
     longer = of(8, 4096)  # 32k tokens in few: four more doublings of the block heads in each scan
-    assert longer[0] == few[0]
+    assert longer[0] <= few[0]
     assert longer[1] <= few[1] + 4 * 4 * 3
     assert longer[2] == collectives
     tiles = 16

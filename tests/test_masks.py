@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from cp_returns import masks, reference
 from cp_returns.masks import Prefix, turn_ends
 
-# runs as well as single tokens, so that whole 64-bit words are 0 and 1
-MASKS = st.lists(st.tuples(st.booleans(), st.integers(1, 20)), max_size=8).map(
+# runs as well as single tokens, so that whole words are 0 and 1, and more than one line of 128 tokens
+MASKS = st.lists(st.tuples(st.booleans(), st.integers(1, 60)), max_size=8).map(
     lambda runs: [value for value, n in runs for _ in range(n)]
 )
 
@@ -20,13 +20,25 @@ def test_counts_and_last_places_at_every_position(mask):
     prefix = Prefix(torch.tensor(mask, dtype=torch.bool))
     positions = np.arange(len(mask) + 1)
     assert prefix.before(positions).tolist() == [sum(mask[:end]) for end in range(len(mask) + 1)]
-    last = prefix.last(positions).tolist()
+    last = prefix.place(prefix.before(positions)).tolist()
     for end in range(len(mask) + 1):
         valid = [j for j in range(end) if mask[j]]
         if valid:
             assert last[end] == valid[-1]
         else:
             assert 0 <= last[end] <= len(mask)  # any, but one that can be looked at
+
+
+def test_a_mask_too_long_to_be_copied():
+    """Its end, 100 tokens past the last whole line, is looked up apart."""
+    rng = np.random.default_rng(0)
+    mask = torch.from_numpy(rng.random(128 * masks._FEW + 100) < 0.5)
+    valid, n = np.flatnonzero(mask.numpy()), len(mask)
+    prefix = Prefix(mask)
+    positions = np.concatenate([[0, n, n - 1, n - 100, n - 101], rng.integers(0, n, 1000)])
+    before = prefix.before(positions)
+    assert before.tolist() == np.searchsorted(valid, positions).tolist()
+    assert prefix.place(before[1:]).tolist() == valid[before[1:] - 1].tolist()
 
 
 @given(MASKS, st.data())
@@ -42,14 +54,14 @@ def test_counts_do_not_saturate():
     """I73: a running sum in a small dtype stops; a byte's holds 255, a bfloat16's 256."""
     prefix = Prefix(torch.ones(100_003, dtype=torch.bool))
     assert prefix.before(np.array([100_003, 1000, 257])).tolist() == [100_003, 1000, 257]
-    assert prefix.last(np.array([100_003, 1000])).tolist() == [100_002, 999]
+    assert prefix.place(np.array([100_003, 1000])).tolist() == [100_002, 999]
 
 
 def test_a_lone_token_at_each_place_of_a_word():
-    for n in (1, 7, 8, 9, 63, 64, 65):
+    for n in (1, 7, 8, 9, 63, 64, 65, 127, 128, 129, 257):
         for at in range(n):
             prefix = Prefix(torch.arange(n) == at)
-            assert prefix.last(np.array([n])).item() == at
+            assert prefix.place(np.array([1])).item() == at
             assert prefix.before(np.array([at, at + 1])).tolist() == [0, 1]
 
 
@@ -78,10 +90,11 @@ def test_turn_ends_are_the_ticks_of_the_turn_clock(masks):
 
 
 def test_the_code_path_of_a_gpu_counts_alike(monkeypatch):
-    mask = torch.tensor([False, True, True, False] * 7)
+    mask = torch.tensor([False, True, True, False] * 77)
     positions = np.arange(len(mask) + 1)
     host = Prefix(mask)
     monkeypatch.setattr(masks, "native", lambda x: x)
     device = Prefix(mask)
-    for count in ("before", "last"):
-        assert getattr(device, count)(torch.from_numpy(positions)).tolist() == getattr(host, count)(positions).tolist()
+    ranks = host.before(positions)
+    assert device.before(torch.from_numpy(positions)).tolist() == ranks.tolist()
+    assert device.place(torch.from_numpy(ranks)).tolist() == host.place(ranks).tolist()
