@@ -6,7 +6,7 @@ Nothing raises here: the first problem of a rank becomes part of its facts, and 
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -15,7 +15,7 @@ from jaxtyping import Bool, Float64, Int8, Int64, Shaped
 from torch import Tensor
 
 from cp_returns.agreement import Check, Facts, Problem, check_samples
-from cp_returns.arrays import Array, library, like, native, tensor
+from cp_returns.arrays import Array, library, like, native, stack, tensor
 from cp_returns.clocks import Clock, clock
 from cp_returns.context import CPContext, Inputs, PerSample, Reward
 from cp_returns.masks import Prefix
@@ -32,7 +32,7 @@ class Batch:
     Where the facts hold a problem the rest is empty, and no formula comes to see it.
     """
 
-    facts: Facts
+    facts: Facts  # their sums: the KL at valid tokens, missing rewards, masked samples, valid tokens
     inputs: Inputs  # per-token, selected by the mask
     numbers: Mapping[str, PerSample]  # gamma, lam, kl_coef, ..: a float or float64 [samples]
     mask: Bool[Tensor, " full"]  # tokens that count: the loss mask of the samples that count
@@ -45,7 +45,6 @@ class Batch:
     last_valid: Int64[Tensor, " samples"]  # the last of them, -1 where there is none
     here: Bool[Tensor, " local"]  # this rank's part of the mask
     keep: Int8[Tensor, " local"]  # the same as bits
-    totals: Mapping[str, Array]  # sums of the inputs at this rank's valid tokens
 
     @property
     def dtype(self) -> torch.dtype:
@@ -93,11 +92,11 @@ def admit(
     written over.
     """
     choices, samples = choices or {}, samples or {}
-    facts = _settings_and_lengths(cp, tokens, numbers, choices, nonfinite)
+    settings, lengths = _settings_and_lengths(cp, tokens, numbers, choices, nonfinite)
     problem = _first_problem(cp, full_mask, rewards, tokens, numbers, choices, samples, sample_mask, nonfinite)
     if problem is not None:
         known = [x.device for x in (full_mask, rewards, *tokens.values()) if isinstance(x, Tensor)]
-        return _refused(replace(facts, problem=problem), known[0] if known else torch.device("cpu"))
+        return _refused(Facts(settings, lengths, problem=problem), known[0] if known else torch.device("cpu"))
     layout, device = cp.layout, full_mask.device
     loss_mask, checks = _mask(full_mask.detach(), layout)
     data = {"loss_mask": loss_mask}
@@ -137,7 +136,7 @@ def admit(
         checks.append(_masked_rewards(cp, token_rewards.detach(), loss_mask))
     keep_only = select_in_place if owned else select
     inputs = {name: None if y is None else keep_only(y.detach(), bits[name]) for name, y in tokens.items()}
-    totals = {name: _total(y) for name, y in inputs.items() if y is not None}
+    totals = {name: _total(y) for name, y in inputs.items() if y is not None}  # at this rank's valid tokens
     if nonfinite == "error":
         checks += [_tokens_finite(cp, name, y, totals[name]) for name, y in inputs.items() if _can_be_infinite(y)]
     prefix = Prefix(mask)
@@ -145,13 +144,26 @@ def admit(
     upto = prefix.before(starts + like(layout.response_lengths, x))
     counts = lib.diff(upto, prepend=upto[:1] * 0)
     last = lib.where(counts > 0, prefix.place(upto) - starts, -1)
-    facts = replace(facts, data=data, checks=checks)
-    per_sample = map(tensor, (x, kept, missing))
-    counted = map(tensor, (counts, last))
-    return Batch(facts, tuple(inputs.values()), values, mask, *per_sample, bootstrap, prefix, *counted, here, keep, totals)
+    sums = stack(totals.get("kl", 0.0), missing.sum(), (counts == 0).sum(), counts.sum())
+    facts = Facts(settings, lengths, data, checks=checks, sums=sums)
+    return Batch(
+        facts,
+        tuple(inputs.values()),
+        values,
+        mask,
+        tensor(x),
+        tensor(kept),
+        tensor(missing),
+        bootstrap,
+        prefix,
+        tensor(counts),
+        tensor(last),
+        here,
+        keep,
+    )
 
 
-def _settings_and_lengths(cp: CPContext, tokens, numbers, choices, nonfinite: str) -> Facts:
+def _settings_and_lengths(cp: CPContext, tokens, numbers, choices, nonfinite: str) -> tuple[dict, dict]:
     """What the host knows of the call and all ranks must hold alike."""
     layout = cp.layout
     settings: dict[str, object] = {key: value for key, (value, _) in choices.items()}
@@ -164,14 +176,14 @@ def _settings_and_lengths(cp: CPContext, tokens, numbers, choices, nonfinite: st
         "length of its pieces": layout.piece,
         "place in the stream": layout.begin,
     }
-    return Facts(settings=settings, lengths=lengths)
+    return settings, lengths
 
 
 def _refused(facts: Facts, device: torch.device) -> Batch:
     none = torch.zeros(0, dtype=torch.bool, device=device)
     numbers = none.double()
     integers, bits = none.long(), as_bits(none)
-    return Batch(facts, (), {}, none, numbers, none, none, None, Prefix(none), integers, integers, none, bits, {})
+    return Batch(facts, (), {}, none, numbers, none, none, None, Prefix(none), integers, integers, none, bits)
 
 
 _UNBOUNDED = ("kl_coef",)
@@ -292,7 +304,9 @@ def _masked_rewards(cp: CPContext, x: Tensor, mask: Tensor) -> Check:
     bad = (outside != 0) & ~outside.isnan()
 
     def find() -> Problem | None:
-        return _locate_local(cp, "token_rewards", outside, bad, "0 or NaN at a masked token: a reward there would be lost")
+        return _locate_local(
+            cp, "token_rewards", outside, bad, "0 or NaN at a masked token: a reward there would be lost"
+        )
 
     return Check(bad.any(), find)
 

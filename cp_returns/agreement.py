@@ -55,7 +55,7 @@ class Check:
     `find` may return None: the cheap test was a false alarm.
     """
 
-    bad: "Tensor | np.bool | bool"
+    bad: "Tensor | np.bool_ | bool"
     find: Callable[[], Problem | None]
 
 
@@ -212,7 +212,7 @@ def _write_header(header: Tensor, facts: Facts, data: Tensor) -> None:
         return
     header.copy_(torch.tensor(known))
     for check in facts.checks:
-        header[_STATUS] |= check.bad
+        header[_STATUS] |= torch.as_tensor(check.bad, device=header.device)
     for index, value in enumerate(prints):
         header[-1] += value * (2 * index + 1)
 

@@ -56,8 +56,9 @@ def copy(x: Tensor) -> Tensor:
     return empty(len(x), dtype=x.dtype, device=x.device).copy_(x)
 
 
-def numbers(*values: Any) -> Array:
+def stack(*values: Any) -> Array:
     """Numbers that live where the data do, on the host or a GPU, as one float64 array there."""
-    if any(isinstance(value, Tensor) and value.is_cuda for value in values):
-        return torch.stack([value.double() for value in values])
-    return np.array([float(value) for value in values])
+    device = next((value.device for value in values if isinstance(value, Tensor) and value.is_cuda), None)
+    if device is None:
+        return np.array([float(value) for value in values])
+    return torch.stack([torch.as_tensor(value, dtype=torch.float64, device=device) for value in values])

@@ -22,9 +22,7 @@ from cp_returns.scan import as_bits
 CLOCKS = ("token", "trainable", "turn")
 
 
-def clock(
-    layout: Layout, rank: int, full_mask: Prefix, kind: str, keep: Int8[Tensor, " local"]
-) -> "Clock":
+def clock(layout: Layout, rank: int, full_mask: Prefix, kind: str, keep: Int8[Tensor, " local"]) -> "Clock":
     """One rank's clock; `keep` is its own part of the mask."""
     if kind == "token":
         return Clock(layout, rank, full_mask, keep)

@@ -15,7 +15,7 @@ from cp_returns.arrays import Array, library, like, native, tensor
 from cp_returns.clocks import Clock
 from cp_returns.collectives import AllGather, alone, call
 from cp_returns.errors import CPInputError
-from cp_returns.layout import Layout, contiguous
+from cp_returns.layout import Layout
 from cp_returns.scan import begin, finish, scan, select
 
 Formula = Callable[..., tuple[Tensor, ...]]
@@ -92,9 +92,7 @@ class CPContext:
 
     def whole(self) -> "CPContext":
         """The context of one rank that holds every whole response as one piece."""
-        return CPContext(
-            contiguous(self.layout.total_lengths, self.layout.response_lengths, 1), strategy=carry, agreement="off"
-        )
+        return CPContext(self.layout.whole(), strategy=carry, agreement="off")
 
     def run(self, formula: Formula, inputs: Inputs, facts: Facts) -> tuple[Tensor, ...]:
         """formula(context, *inputs) by this context's strategy, after all ranks agree that their facts are well and
@@ -185,12 +183,12 @@ class CPContext:
 
     def agree(self, facts: Facts) -> None:
         """All ranks raise together when one has a problem or they differ; nothing is exchanged besides."""
-        facts = self._with_settings(facts)
         if self.layout.cp_size == 1 or self.agreement == "off":
             problem = facts.first_problem() if self.agreement == "full" else facts.problem
             if problem is not None:
                 raise CPInputError(str(problem))
             return
+        facts = self._with_settings(facts)
         nothing = torch.zeros(0, dtype=torch.uint8, device=self.device(facts, ()))
         agree(self.all_gather, facts, nothing, step="agreement", where=self.where)
 

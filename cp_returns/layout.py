@@ -108,6 +108,12 @@ class Layout:
         self._indices[rank] = np.repeat(first, lengths) + within
         return self._indices[rank]
 
+    def whole(self) -> "Layout":
+        """The same responses in one piece each, on one rank."""
+        response, zeros = self.response_lengths, np.zeros_like(self.response_lengths)
+        cuts, total = np.stack([zeros, response], axis=1), self.total_lengths
+        return Layout(total, response, zeros[:1] * 0, cuts, 1, total, zeros, np.cumsum(total) - total, int(total.sum()))
+
     def token_owners(self, sample: int) -> Integers:
         """[response_length] the rank that owns each token of one sample."""
         return np.repeat(self.owners, self.piece_lengths[sample])
@@ -219,7 +225,7 @@ def _lengths(total_lengths: Lengths, response_lengths: Lengths) -> tuple[Integer
         raise CPInputError(
             f"{len(response)} response_lengths for {len(total)} total_lengths; expected one of each a sample"
         )
-    bad = (response < 0) | (total < response) | ((response > 0) & (total == response))
+    bad = (response < 0) | (total - response < (response > 0))
     if bad.any():
         i = int(bad.argmax())
         raise CPInputError(

@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from cp_returns.arrays import Array, library, like, native
+from cp_returns.arrays import Array, library, like, native, zeros
 
 _WORDS = 16
 _LINE = 8 * _WORDS  # tokens; few enough that the bytes of a line's words add up without a carry
@@ -27,15 +27,16 @@ class Prefix:
     def __init__(self, mask: Tensor):
         self.mask = mask = mask.contiguous()
         lines = len(mask) // _LINE
-        whole = mask[: lines * _LINE]
+        apart = lines * _LINE if lines >= _FEW else 0  # what is looked up in the mask itself
+        whole = mask[:apart]
         if mask.storage_offset() % 8:
             whole = whole.clone()  # a word lies at a multiple of its size
-        rest = mask.new_zeros(_LINE)  # never full, so that the end of the pack is a position too
-        rest[: len(mask) - len(whole)] = mask[len(whole) :]
-        lib = library(native(mask))
-        self._words, self._rest = (native(part).view(lib.int64).reshape(-1, _WORDS) for part in (whole, rest))
-        if lines < _FEW:
-            self._words = lib.concatenate([self._words, self._rest])
+        # Never full, so that the end of the pack is a position too.
+        rest = zeros((lines + 1) * _LINE - apart, native(mask))
+        rest[: len(mask) - apart] = native(mask)[apart:]
+        lib = library(rest)
+        self._rest = rest.view(lib.int64).reshape(-1, _WORDS)
+        self._words = native(whole).view(lib.int64).reshape(-1, _WORDS) if apart else self._rest
         through = _popcount(_sum_words(self._words)).cumsum(0)
         self._counts = lib.concatenate([through[:1] * 0, through])  # before each line
 
@@ -59,7 +60,7 @@ class Prefix:
 
     def _at(self, line: Array) -> Array:
         """[n, 16] the words of lines."""
-        if len(self._words) < _FEW:
+        if self._words is self._rest:
             return self._words[line]
         words = self._words[line.clip(0, len(self._words) - 1)]
         return library(line).where((line < len(self._words))[:, None], words, self._rest)

@@ -13,8 +13,7 @@ from torch import Tensor, nn
 from cp_returns import groups, lists
 from cp_returns.admission import Batch, admit
 from cp_returns.agreement import Facts, Problem, agree, refuse
-from cp_returns.arrays import copy, native
-from cp_returns.arrays import numbers as numbers_like
+from cp_returns.arrays import copy
 from cp_returns.collectives import AllGather, Counted, alone, call
 from cp_returns.config import LAYOUTS, STRATEGIES, ReturnsConfig
 from cp_returns.context import CPContext
@@ -319,12 +318,8 @@ class ContextParallelReturns(nn.Module):
             owned=True,
         )
         if problem is not None:
-            batch = replace(batch, facts=replace(batch.facts, problem=problem))
-        if batch.facts.problem is not None:
-            return batch
-        counts = native(batch.valid_counts)
-        sums = batch.totals.get("kl", 0.0), native(batch.missing).sum(), (counts == 0).sum(), counts.sum()
-        return replace(batch, facts=replace(batch.facts, sums=numbers_like(*sums)))
+            return replace(batch, facts=replace(batch.facts, problem=problem))
+        return batch
 
     def _estimate(self, cp: CPContext, dp: AllGather, batch: Batch, samples: dict) -> tuple[Tensor, Tensor]:
         config = self.config

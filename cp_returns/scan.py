@@ -173,12 +173,15 @@ def finish(begun: Scan, entering: Float64[Tensor, " segments"] | None = None, *,
     """All y, with `entering` (default 0) as the y past each segment's end; rounded to dtype once. Uses it up."""
     out = empty(begun.tiles[0].group.tokens.stop if begun.tiles else 0, dtype=dtype, device=begun.heads.device)
     head = None
-    for tile in begun.tiles:
+    while begun.tiles:
+        tile = begun.tiles.pop(0)
         group = tile.group
         if entering is not None:
             _let_in(tile, head if group.continues else native(entering)[group.segments])
-        _finish_tile(tile, out, begun.keep)
-        head = tile.rows[int(group.pads[0]), :1]
+        staged = _finish_tile(tile, dtype)
+        head = tile.rows[int(group.pads[0]), :1] + 0.0
+        del tile  # its rows are twice the output's size, which is not in memory before it is written to
+        _write(staged, group, out, begun.keep)
     return out
 
 
@@ -197,7 +200,7 @@ def scan(
     """finish(begin(..)), tile by tile: each stays in cache, and no more than one is in memory."""
     out = empty(len(x), dtype=dtype, device=x.device)
     for tile in _scan_tiles(x, lengths, decay, scale, impulse, step, tick, heads=None):
-        _finish_tile(tile, out, keep)
+        _write(_finish_tile(tile, dtype), tile.group, out, keep)
     return out
 
 
@@ -258,12 +261,14 @@ def _scan_tile(x: Array, group: Group, starts, decay, scale, impulse, step, tick
     staged = _stage(x, group)
     steps = None if step is None else _stage(native(step), group)
     ticks = steps if tick is step else None if tick is None else _stage(native(tick), group)
-    bits = None if ticks is None else native(torch.empty(BLOCK, group.num_blocks, dtype=torch.int64, device=device))
-    rows = native(torch.empty(BLOCK, group.num_blocks, dtype=torch.float64, device=device))
     if steps is not None and ticks is not steps:
-        staged, ticks = native(select(tensor(staged), tensor(steps))), ticks & steps
+        staged = native(select(tensor(staged), tensor(steps)))
+        ticks = None if ticks is None else ticks & steps
+    rows = native(torch.empty(BLOCK, group.num_blocks, dtype=torch.float64, device=device))
     rows[...] = staged.reshape(-1, BLOCK).T
-    if bits is not None:
+    bits = None
+    if ticks is not None:
+        bits = native(torch.empty(BLOCK, group.num_blocks, dtype=torch.int64, device=device))
         bits[...] = ticks.reshape(-1, BLOCK).T
         if ticks is steps:
             words = rows.view(bits.dtype)
@@ -280,9 +285,11 @@ def _scan_tile(x: Array, group: Group, starts, decay, scale, impulse, step, tick
     else:
         gain = powers[BLOCK] if isinstance(decay, float) else _repeat(powers[BLOCK], group)
     carry = lib.empty_like(rows[0])
-    for r in range(BLOCK - 2, -1, -1):
-        lib.multiply(rows[r + 1], _row(decay, r), out=carry)
-        rows[r] += carry
+    following, *others = list(rows)[::-1]
+    for row, rate in zip(others, _rates(decay)[1:], strict=True):
+        lib.multiply(following, rate, out=carry)
+        row += carry
+        following = row
     below = _values_below(rows, gain, group, head if group.continues else None)
     return Tile(group, rows, decay, powers, gain, below)
 
@@ -305,16 +312,21 @@ def _add_impulses(rows: Array, group: Group, starts: np.ndarray, offsets: Tensor
 
 
 @np.errstate(over="ignore", invalid="ignore")
-def _finish_tile(tile: Tile, out: Tensor, keep: Tensor | None) -> None:
-    """Let what lies below each block run through its rows; write the tokens to their place in the pack."""
-    group, rows, carry = tile.group, tile.rows, tile.below
-    staged = torch.empty(group.num_blocks, BLOCK, dtype=out.dtype, device=out.device)
+def _finish_tile(tile: Tile, dtype: torch.dtype) -> Tensor:
+    """Let what lies below each block run through its rows; [blocks * 16] y, as `_stage` lays out x."""
+    rows, carry = tile.rows, tile.below
+    staged = torch.empty(rows.shape[1], BLOCK, dtype=dtype, device=getattr(rows, "device", None))
     to = native(staged)
-    for r in range(BLOCK - 1, -1, -1):
-        carry *= _row(tile.decay, r)
-        rows[r] += carry
-        to[:, r] = rows[r]
-    _unstage(staged.view(-1), group, out)
+    for row, rate, column in zip(list(rows)[::-1], _rates(tile.decay), list(to.T)[::-1], strict=True):
+        carry *= rate
+        row += carry
+        column[...] = row
+    return staged.view(-1)
+
+
+def _write(staged: Tensor, group: Group, out: Tensor, keep: Tensor | None) -> None:
+    """The tokens of a group to their place in the pack, those that `keep` selects."""
+    _unstage(staged, group, out)
     if keep is not None:
         select_in_place(out[group.tokens], keep[group.tokens])
 
@@ -388,15 +400,11 @@ def _stage(x: Array, group: Group) -> Array:
         staged = zeros(BLOCK * group.num_blocks, x)
         staged[like(group.place, x)] = x[group.tokens]
         return staged
-    pads = group.pads.tolist()
-    if isinstance(x, Tensor):
-        fronts = torch.split(x.new_zeros(BLOCK * (BLOCK - 1) // 2), list(range(BLOCK)))
-        parts = torch.split(x[group.tokens], group.lengths.tolist())
-        return torch.cat([y for pad, part in zip(pads, parts, strict=True) for y in (fronts[pad], part)])
-    fronts = [np.zeros(pad, x.dtype) for pad in range(BLOCK)]
-    parts: list[np.ndarray] = [fronts[pad] for pad in pads for _ in range(2)]
+    fronts = [zeros(pad, x) for pad in range(BLOCK)]
+    parts = 2 * len(group.pads) * fronts[:1]
+    parts[0::2] = map(fronts.__getitem__, group.pads.tolist())
     parts[1::2] = map(x[group.tokens].__getitem__, group.slices)
-    return np.concatenate(parts)
+    return library(x).concatenate(parts)
 
 
 def _unstage(staged: Tensor, group: Group, out: Tensor) -> None:
@@ -407,11 +415,8 @@ def _unstage(staged: Tensor, group: Group, out: Tensor) -> None:
     if group.place is not None:
         native(out)[group.tokens] = native(staged)[like(group.place, native(staged))]
         return
-    if staged.is_cuda:
-        sizes = np.stack([group.pads, group.lengths], axis=1).ravel()
-        torch.cat(torch.split(staged, sizes.tolist())[1::2], out=out[group.tokens])
-        return
-    np.concatenate([*map(staged.numpy().__getitem__, group.slices_among_blocks)], out=out.numpy()[group.tokens])
+    parts, own = map(native(staged).__getitem__, group.slices_among_blocks), native(out)[group.tokens]
+    library(own).concatenate(list(parts), out=own)
 
 
 def _per_block(value: PerSegment, group: Group) -> Any:
@@ -457,5 +462,6 @@ def _power_of_ticks(powers: Array, ticks: Array, group: Group) -> Array:
     return powers[count, _repeat(like(np.arange(len(group.lengths)), powers), group)]
 
 
-def _row(decay: Any, row: int) -> Any:
-    return decay[row] if getattr(decay, "ndim", 0) == 2 else decay
+def _rates(decay: Any) -> list:
+    """What each row of a block decays by, from the last row to the first."""
+    return list(decay)[::-1] if getattr(decay, "ndim", 0) == 2 else [decay] * BLOCK

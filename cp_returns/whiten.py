@@ -9,7 +9,7 @@ from jaxtyping import Float64, Shaped
 from torch import Tensor
 
 from cp_returns.agreement import Check, Facts, Problem, agree, raise_together
-from cp_returns.arrays import library, native, numbers, tensor
+from cp_returns.arrays import library, native, stack, tensor
 from cp_returns.collectives import AllGather, alone, call
 from cp_returns.scan import as_bits, result_dtype, select, select_in_place
 
@@ -102,7 +102,7 @@ def moments(x: Tensor, bits: Tensor, weights: Tensor | None = None) -> Float64[T
     d -= shift
     select_in_place(x64, bits)
     d *= d
-    return tensor(numbers(total, origin + shift, (d if w is None else d * w).sum()))
+    return tensor(stack(total, origin + shift, (d if w is None else d * w).sum()))
 
 
 @np.errstate(over="ignore", invalid="ignore")
@@ -116,7 +116,7 @@ def merge(messages: Float64[Tensor, "ranks 3"]) -> Float64[Tensor, "3"]:
     origin = mean[weight.argmax()]
     d = lib.where(weight > 0, mean - origin, 0.0)
     shift = (weight * d).sum() / lib.where(total > 0, total, 1.0)
-    return tensor(numbers(total, origin + shift, m2.sum() + (weight * lib.square(d - shift)).sum()))
+    return tensor(stack(total, origin + shift, m2.sum() + (weight * lib.square(d - shift)).sum()))
 
 
 @np.errstate(over="ignore", invalid="ignore")
