@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch.distributed as dist
 from torch import Tensor
@@ -29,11 +30,11 @@ class over:  # noqa: N801 - reads as the function it is: over(group)
 
     group: dist.ProcessGroup
 
-    @property
+    @cached_property
     def rank(self) -> int:
         return dist.get_rank(self.group)
 
-    @property
+    @cached_property
     def size(self) -> int:
         return dist.get_world_size(self.group)
 

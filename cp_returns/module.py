@@ -142,13 +142,14 @@ class ContextParallelReturns(nn.Module):
             "baselines": baselines,
         }
         numbers = {"gamma": gamma, "lam": lam, "kl_coef": kl_coef}
-        device = groups.device_of(where.counted[0].all_gather)
+        shown = loss_masks if isinstance(loss_masks, Sequence) else ()
+        known = next((x.device for x in shown if isinstance(x, Tensor)), None)
+        device = known or groups.device_of(where.counted[0].all_gather)
         try:
             self._check_arguments(tokens, samples, numbers)
             if not isinstance(loss_masks, Sequence):
                 what = type(loss_masks).__name__
                 raise CPInputError(f"loss_masks is a {what}; expected a list of tensors, whole responses on every rank")
-            device = next((x.device for x in loss_masks if isinstance(x, Tensor)), device)
             padded = lists.padded_lengths(padded_lengths, packed_seq_params)
             layout = self._layout(total_lengths, response_lengths, where.size, padded, stream_length)
             packed = {

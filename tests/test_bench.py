@@ -201,13 +201,13 @@ def count(monkeypatch):
 
 
 LIMITS = [  # torch calls and numpy calls of a batch of at most 32k tokens, collectives
-    ("carry", {}, 260, 200, 1),
-    ("gather", {}, 260, 180, 2),
-    ("carry", {"whiten": True}, 380, 200, 2),
-    ("carry", {"estimator": "gae", "whiten": True}, 500, 380, 2),
-    ("gather", {"estimator": "gae", "whiten": True}, 500, 380, 3),
+    ("carry", {}, 110, 110, 1),
+    ("gather", {}, 115, 100, 2),
+    ("carry", {"whiten": True}, 160, 130, 2),
+    ("carry", {"estimator": "gae", "whiten": True}, 250, 230, 2),
+    ("gather", {"estimator": "gae", "whiten": True}, 250, 210, 3),
 ]
-PER_32K = (24, 80)  # more torch calls and numpy calls for each further 32k tokens
+PER_32K = (8, 48)  # more torch calls and numpy calls for each further 32k tokens
 
 
 @pytest.mark.parametrize(("strategy", "options", "torch_calls", "numpy_calls", "collectives"), LIMITS)
