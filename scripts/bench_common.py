@@ -157,15 +157,17 @@ def statistics(seconds: Sequence[float]) -> Measurement:
 # ---- memory
 
 
-def peak_bytes(fn: Callable[[], Any]) -> int:
-    """The most resident memory that one call adds, measured by the kernel in a forked child.
+def peak_bytes(make: Callable[..., Callable[[], Any]], *args: Any) -> int:
+    """The most resident memory that one call of make(*args) adds, measured by the kernel in a child.
 
-    tracemalloc does not see torch. The child returns freed memory at once (no thresholds, no huge pages), calls fn
-    once to have it warm, resets the kernel's high-water mark and calls it again. Good to about 100 KiB.
+    tracemalloc does not see torch. The child comes of a fresh interpreter, since what another benchmark left in the
+    heap would be counted or not as it happens to fit. It returns freed memory at once (no thresholds, no huge pages),
+    calls once to have it warm, resets the kernel's high-water mark and calls again. Good to about 100 KiB.
     """
-    context = get_context("fork")
+    context = get_context("forkserver")
+    context.set_forkserver_preload(["numpy", "torch"])
     ours, theirs = context.Pipe()
-    process = context.Process(target=_peak_in_child, args=(fn, theirs))
+    process = context.Process(target=_peak_in_child, args=(make, args, theirs))
     process.start()
     theirs.close()
     if not ours.poll(300):
@@ -175,8 +177,9 @@ def peak_bytes(fn: Callable[[], Any]) -> int:
     return peak
 
 
-def _peak_in_child(fn: Callable[[], Any], pipe) -> None:
+def _peak_in_child(make: Callable[..., Callable[[], Any]], args: tuple, pipe) -> None:
     torch.set_num_threads(1)
+    fn = make(*args)
     libc = ctypes.CDLL(None)
     trim_threshold, mmap_threshold, thp_disable = -1, -3, 41
     libc.mallopt(mmap_threshold, 64 * 1024)

@@ -319,11 +319,16 @@ def one_rank(kind: Kind, rounds: int, *, scan: bool) -> list[Row]:
     ]
 
 
+def call_of_one(strategy: str, kind: Kind, cp_size: int) -> Callable[[], Any]:
+    """One rank's call, without the others."""
+    return partial(our_call(Echo(cp_size), strategy), kind.make(0, 0, cp_size))
+
+
 def memory(kind: Kind, cp_size: int) -> list[Row]:
     """Most memory that one rank's call adds, its results included; peers that say what it says stand in for them."""
     batch, full = kind.make(0, 0, cp_size), kind.samples * kind.longest
     shard = 4 * sum(len(x) for x in batch.kl)
-    peak = {s: common.peak_bytes(partial(our_call(Echo(cp_size), s), batch)) for s in STRATEGIES}
+    peak = {s: common.peak_bytes(call_of_one, s, kind, cp_size) for s in STRATEGIES}
     part = f"peak extra memory, {kind}, W = {cp_size}"
     told = f"{peak['carry'] / 1e6:.2f} MB: a shard is {shard / 1e6:.2f} MB, the full mask {full / 1e6:.2f} MB"
     shards = (peak["carry"] - full) / shard

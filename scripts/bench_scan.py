@@ -247,13 +247,17 @@ def per_token(part: str, what: str, seconds: list[float], tokens: int, target=No
     return Row(part, what, 1e9 * common.median(seconds) / tokens, "ns/token", target, note.strip())
 
 
+def call_of(fn: Callable[[Tensor, list[int]], Tensor], name: str, lengths: list[int]) -> Callable[[], Tensor]:
+    return partial(fn, Batch(name, lengths).x, lengths)
+
+
 def memory(batch: Batch) -> list[Row]:
     """Most memory that one call adds, its result included, beside the input's size."""
     rows = []
     if batch.tokens < 100_000:
         return rows  # too small to be told from the interpreter's own
     for name, fn in (("cp_returns.reverse_scan", ours), ("128-chunk matmul", chunked_matmul)):
-        peak = common.peak_bytes(partial(fn, batch.x, batch.lengths))
+        peak = common.peak_bytes(call_of, fn, batch.name, batch.lengths)
         size = 4 * batch.tokens
         note = f"{peak / 1e6:.2f} MB beside {size / 1e6:.2f} MB"
         rows.append(Row(batch.name, f"peak extra memory, {name}", peak / size, "times the input", note=note))
