@@ -51,9 +51,9 @@ def empty(n: int, *, dtype: torch.dtype, device: torch.device) -> Tensor:
     return torch.from_numpy(np.empty(n, dtype=torch.zeros((), dtype=dtype).numpy().dtype))
 
 
-def copy(x: Tensor) -> Tensor:
-    """x.clone(), for a large one as `empty`."""
-    return empty(len(x), dtype=x.dtype, device=x.device).copy_(x)
+def copy(x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """x.to(dtype, copy=True), for a large one as `empty`."""
+    return empty(len(x), dtype=dtype or x.dtype, device=x.device).copy_(x)
 
 
 def stack(*values: Any) -> Array:

@@ -11,12 +11,12 @@ from torch import Tensor
 
 from cp_returns import exchange
 from cp_returns.agreement import Facts, agree
-from cp_returns.arrays import Array, library, like, native, tensor
+from cp_returns.arrays import Array, copy, library, like, native, tensor
 from cp_returns.clocks import Clock
 from cp_returns.collectives import AllGather, alone, call
 from cp_returns.errors import CPInputError
 from cp_returns.layout import Layout
-from cp_returns.scan import begin, finish, scan, select
+from cp_returns.scan import begin, countable, finish, scan, select_in_place
 
 Formula = Callable[..., tuple[Tensor, ...]]
 Inputs = tuple[Tensor | None, ...]
@@ -136,7 +136,7 @@ class CPContext:
     def scan_ahead(
         self,
         reward: Float64[Tensor, " local"],
-        values: Float64[Tensor, " local"],
+        values: Shaped[Tensor, " local"],
         decays: "list[PerSample]",
         gamma: PerSample,
         clock: Clock,
@@ -146,21 +146,26 @@ class CPContext:
 
         V_next is the value of the next step, or the bootstrap after the last one. One exchange serves all decays: a
         piece looks ahead to 0, and what its last step misses, decay^tick * y_next + gamma^tick * V_next, is linear and
-        arrives as one number.
+        arrives as one number. Uses the reward up.
         """
-        here = (
-            scan(values, self.segments, 0.0, tick=clock.step, dtype=torch.float64) if clock.step is not None else values
-        )
-        v_next = _shift(here, self.segments)
-        g = gamma if not isinstance(gamma, Tensor) else self.spread(gamma)
-        discounted = g * v_next if clock.tick is None else torch.where(clock.tick.bool(), g * v_next, v_next)
-        delta = select(reward + discounted - values, clock.step)
+        values = countable(values)
+        if clock.step is None:
+            here = copy(values, torch.float64)
+        else:  # of the next step, where a token is none
+            here = scan(values, self.segments, 0.0, tick=clock.step, dtype=torch.float64)
+        apart = self.holds_all and bootstrap is None  # nothing enters anywhere
+        heads = None if apart else _heads(here, self.segments)
+        delta = reward
+        _add_discounted_next(delta, here, self.segments, gamma if isinstance(gamma, float) else self.spread(gamma), clock)
+        difference = native(delta)
+        difference -= native(values)
+        select_in_place(delta, clock.step)
         own = [self.by_segment(decay) for decay in decays]
-        if self.holds_all and bootstrap is None:
+        if heads is None:
             how = {"keep": clock.keep, "tick": clock.tick, "dtype": torch.float64}
             return [scan(delta, self.segments, decay, **how) for decay in own]
         begun = [begin(delta, self.segments, decay, keep=clock.keep, tick=clock.inner_tick) for decay in own]
-        firsts = [one.heads for one in begun] + [_heads(here, self.segments)]
+        firsts = [one.heads for one in begun] + [heads]
         *first, value = [native(x)[:, None] for x in firsts] if self.holds_all else self.exchange(firsts)
         end = (
             torch.zeros(self.layout.num_samples, dtype=torch.float64, device=values.device)
@@ -239,7 +244,9 @@ class Reward:
             if isinstance(self.scale, Tensor) and self.scale.dim()
             else float(self.scale)
         )
-        tokens = select(self.dense.double() * scale, keep)
+        tokens = copy(self.dense, torch.float64)
+        tokens *= scale
+        select_in_place(tokens, keep)
         if self.terminal is not None:
             offset, value = self.terminal
             some = np.flatnonzero(cp.segments)
@@ -249,12 +256,16 @@ class Reward:
         return tokens
 
 
-def _shift(x: Tensor, segments: np.ndarray) -> Tensor:
-    """The next token's x, 0 after a segment's last."""
-    following = torch.zeros_like(x)
-    following[:-1] = x[1:]
-    ends = np.cumsum(segments)[segments > 0] - 1
-    return following.index_fill_(0, torch.from_numpy(ends).to(x.device), 0.0)
+def _add_discounted_next(x: Tensor, value: Tensor, segments: np.ndarray, gamma: float | Tensor, clock: Clock) -> None:
+    """x_j += gamma^tick_j * value_{j+1}, 0 past a segment's end; at steps. In place, and uses the value up."""
+    starts = (np.cumsum(segments) - segments)[segments > 0]
+    value.index_fill_(0, torch.from_numpy(starts).to(x.device), 0.0)
+    if clock.tick is clock.step:
+        value *= gamma
+        x[:-1] += value[1:]
+    else:
+        discounted = value[1:] * (gamma[1:] if isinstance(gamma, Tensor) else gamma)
+        x[:-1] += torch.where(clock.tick[:-1].bool(), discounted, value[1:])
 
 
 def _heads(x: Tensor, segments: np.ndarray) -> Tensor:

@@ -19,12 +19,13 @@ from torch import Tensor
 
 from cp_returns.admission import Batch, admit
 from cp_returns.agreement import refuse
+from cp_returns.arrays import copy, native, tensor
 from cp_returns.baselines import group_advantage
 from cp_returns.clocks import CLOCKS
 from cp_returns.collectives import AllGather, alone
 from cp_returns.context import CPContext, PerSample
 from cp_returns.errors import CPInputError
-from cp_returns.scan import as_bits, select
+from cp_returns.scan import as_bits, countable, select, select_in_place
 
 MASKED_VALUES = ("zero", "use")
 
@@ -179,11 +180,12 @@ def advantage_estimates(batch: Batch, cp: CPContext, clock: str) -> GAE:
     def formula(cp: CPContext, kl, values, token_rewards):
         steps = batch.clock(cp, clock)
         reward = batch.reward(cp, kl, token_rewards).tokens(cp, steps.keep)
-        v = values.double()
         decays = [batch.numbers["gamma"] * lam for lam in _lambdas(batch)]
-        a, *second = cp.scan_ahead(reward, v, decays, batch.numbers["gamma"], steps, batch.bootstrap)
-        g = select((second or [a])[0] + v, steps.keep)
-        return a.to(batch.dtype), g.to(batch.dtype)
+        a, *second = cp.scan_ahead(reward, values, decays, batch.numbers["gamma"], steps, batch.bootstrap)
+        advantages = copy(a, batch.dtype)
+        g = native((second or [a])[0])
+        g += native(countable(values))
+        return advantages, select_in_place(tensor(g), steps.keep).to(batch.dtype)
 
     return GAE(*cp.run(formula, batch.inputs, batch.facts))
 

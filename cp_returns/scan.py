@@ -59,6 +59,11 @@ def reverse_scan(
     return scan(x.detach(), lengths, decay, step=steps, keep=steps, tick=ticks, dtype=result_dtype(x))
 
 
+def countable(x: Tensor) -> Tensor:
+    """x in a dtype that numpy has and that can be summed."""
+    return x.float() if x.dtype in (torch.bfloat16, torch.bool) else x
+
+
 def result_dtype(*inputs: Tensor) -> torch.dtype:
     """float64 if a per-token input is, else float32."""
     return torch.float64 if any(x.dtype == torch.float64 for x in inputs) else torch.float32
@@ -79,7 +84,8 @@ def select(x: Tensor, bits: Int8[Tensor, " tokens"] | None) -> Tensor:
 def select_in_place(x: Tensor, bits: Int8[Tensor, " tokens"] | None) -> Tensor:
     """`select`, written over x."""
     if bits is not None:
-        x.view(_BITS[x.element_size()]).bitwise_and_(bits)
+        words = native(x.view(_BITS[x.element_size()]))
+        words &= native(bits)  # numpy widens the bits as it goes, torch would first make a copy
     return x
 
 
@@ -240,8 +246,7 @@ def _group(tokens: slice, segments: slice, lengths: np.ndarray, *, continues: bo
 
 def _scan_tiles(x: Tensor, lengths, decay, scale, impulse, step, tick, heads: Tensor | None) -> Iterator[Tile]:
     """Each group's tile, last first; fills the heads of the segments if these are wanted."""
-    if x.dtype in (torch.bfloat16, torch.bool):  # numpy has no bfloat16
-        x = x.float()
+    x = countable(x)
     starts = np.cumsum(np.asarray(lengths, dtype=np.int64)) - lengths
     head = None
     for group in plan(lengths, one=x.is_cuda):

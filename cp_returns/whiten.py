@@ -9,7 +9,7 @@ from jaxtyping import Float64, Shaped
 from torch import Tensor
 
 from cp_returns.agreement import Check, Facts, Problem, agree, raise_together
-from cp_returns.arrays import library, native, stack, tensor
+from cp_returns.arrays import copy, library, native, stack, tensor
 from cp_returns.collectives import AllGather, alone, call
 from cp_returns.scan import as_bits, result_dtype, select, select_in_place
 
@@ -88,7 +88,7 @@ def moments(x: Tensor, bits: Tensor, weights: Tensor | None = None) -> Float64[T
     """(weight, mean, M2) of the valid tokens. Taken about one valid token, so a constant has M2 exactly 0 and an exact
     mean.
     """
-    wide, x64 = native(bits), x.detach().to(torch.float64, copy=True)
+    wide, x64 = native(bits), copy(x.detach(), torch.float64)
     d = native(x64)
     lib, origin = library(d), 0.0
     if len(x):
@@ -122,7 +122,7 @@ def merge(messages: Float64[Tensor, "ranks 3"]) -> Float64[Tensor, "3"]:
 @np.errstate(over="ignore", invalid="ignore")
 def apply(x: Tensor, bits: Tensor, merged: Float64[Tensor, "3"], options: Mapping[str, Any]) -> Tensor:
     """Whiten this rank's tokens by the moments of all."""
-    x64 = x.detach().to(torch.float64, copy=True)
+    x64 = copy(x.detach(), torch.float64)
     y, (weight, mean, m2) = native(x64), native(merged)
     lib = library(y)
     if options["center"]:
