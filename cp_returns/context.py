@@ -156,7 +156,9 @@ class CPContext:
         apart = self.holds_all and bootstrap is None  # nothing enters anywhere
         heads = None if apart else _heads(here, self.segments)
         delta = reward
-        _add_discounted_next(delta, here, self.segments, gamma if isinstance(gamma, float) else self.spread(gamma), clock)
+        _add_discounted_next(
+            delta, here, self.segments, gamma if isinstance(gamma, float) else self.spread(gamma), clock
+        )
         difference = native(delta)
         difference -= native(values)
         select_in_place(delta, clock.step)

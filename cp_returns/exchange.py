@@ -26,8 +26,7 @@ from torch import Tensor
 
 from cp_returns.arrays import Array, library, like, native, tensor
 from cp_returns.layout import Layout
-
-SHORT = 200  # tokens of a piece, below which an index of tokens costs less than slices of pieces
+from cp_returns.scan import SHORT
 
 
 def cut(full: Tensor, layout: Layout, rank: int) -> Tensor:

@@ -12,7 +12,7 @@ from cp_returns.arrays import Array, library, like, native, zeros
 _WORDS = 16
 _LINE = 8 * _WORDS  # tokens; few enough that the bytes of a line's words add up without a carry
 _FEW = 1024  # lines, below which a copy of the mask with its end padded costs less than a look at where lines lie
-_ONES = 0x0101010101010101
+ONES = 0x0101010101010101  # a valid token in each byte
 _AHEAD = np.zeros((_LINE, _LINE), dtype=np.uint8)  # the bytes of a line ahead of each of its positions
 _AHEAD[np.tril_indices(_LINE, -1)] = 0xFF
 _AHEAD = _AHEAD.view(np.int64)
@@ -37,25 +37,25 @@ class Prefix:
         lib = library(rest)
         self._rest = rest.view(lib.int64).reshape(-1, _WORDS)
         self._words = native(whole).view(lib.int64).reshape(-1, _WORDS) if apart else self._rest
-        through = _popcount(_sum_words(self._words)).cumsum(0)
+        through = popcount(_sum_words(self._words)).cumsum(0)
         self._counts = lib.concatenate([through[:1] * 0, through])  # before each line
 
     def before(self, position: Array) -> Array:
         """How many valid tokens lie before each position 0 .. len(mask)."""
         line, ahead = position // _LINE, like(_AHEAD, position)[position % _LINE]
-        return self._counts[line] + _popcount(_sum_words(self._at(line) & ahead))
+        return self._counts[line] + popcount(_sum_words(self._at(line) & ahead))
 
     def place(self, rank: Array) -> Array:
         """Where the rank-th valid token lies, counted from 1; any position for rank 0."""
         lib = library(rank)
         line = lib.searchsorted(self._counts[1:], rank)
         words, within = self._at(line), rank - self._counts[line]
-        through = _popcount(words).cumsum(1)  # valid tokens of the line up to each word's end
+        through = popcount(words).cumsum(1)  # valid tokens of the line up to each word's end
         at = (through < within[:, None]).sum(1)
         row = like(np.arange(len(rank)), rank)
         word = words[row, at]
-        within = within - through[row, at] + _popcount(word)
-        byte = ((word * _ONES).view(lib.uint8).reshape(-1, 8) < within[:, None]).sum(1)
+        within = within - through[row, at] + popcount(word)
+        byte = ((word * ONES).view(lib.uint8).reshape(-1, 8) < within[:, None]).sum(1)
         return line * _LINE + at * 8 + byte
 
     def _at(self, line: Array) -> Array:
@@ -66,8 +66,9 @@ class Prefix:
         return library(line).where((line < len(self._words))[:, None], words, self._rest)
 
 
-def _popcount(words: Array) -> Array:
-    return ((words * _ONES) >> 56) & 0xFF
+def popcount(words: Array) -> Array:
+    """The sum of each word's bytes, up to 255."""
+    return ((words * ONES) >> 56) & 0xFF
 
 
 def _sum_words(words: Array) -> Array:

@@ -22,12 +22,12 @@ from torch import Tensor
 
 from cp_returns.arrays import Array, empty, library, like, native, tensor, zeros
 from cp_returns.layout import Lengths
+from cp_returns.masks import ONES, popcount
 
 BLOCK = 16
 TILE = 8192  # blocks: 1 MiB of float64 rows stays in cache while it is worked on
-SHORT = 200  # tokens of a segment, below which an index of tokens costs less than slices of segments
+SHORT = 200  # tokens of a segment or piece, below which an index of tokens costs less than slices
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-_BYTES = 0x0101010101010101
 _ONE = 0x3FF0000000000000  # the bits of 1.0
 PerSegment = float | Float64[Tensor, " segments"]
 
@@ -449,7 +449,7 @@ def _decays(decay: Any, bits: Array) -> Array:
 def _powers(decay: PerSegment, group: Group, rows: Array) -> Array:
     """decay^0 .. decay^16 by repeated multiplication, [17] or one column a segment of the group."""
     own = native(decay)[group.segments] if isinstance(decay, Tensor) else float(decay)
-    powers = [own * 0 + 1.0]
+    powers = [own**0]
     for _ in range(BLOCK):
         powers.append(powers[-1] * own)
     return library(own).stack(powers) if isinstance(decay, Tensor) else like(np.array(powers), rows)
@@ -460,8 +460,8 @@ def _power_of_ticks(powers: Array, ticks: Array, group: Group) -> Array:
     if isinstance(ticks, Tensor):
         count: Array = -ticks.reshape(-1, BLOCK).sum(1)
     else:  # eight ticks are one word
-        words = ticks.view(np.int64).reshape(-1, 2) & _BYTES
-        count = ((words[:, 0] + words[:, 1]) * _BYTES) >> 56
+        words = ticks.view(np.int64).reshape(-1, 2) & ONES
+        count = popcount(words[:, 0] + words[:, 1])
     if powers.ndim == 1:
         return powers[count]
     return powers[count, _repeat(like(np.arange(len(group.lengths)), powers), group)]
