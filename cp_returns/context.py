@@ -156,9 +156,8 @@ class CPContext:
         apart = self.holds_all and bootstrap is None  # nothing enters anywhere
         heads = None if apart else _heads(here, self.segments)
         delta = reward
-        _add_discounted_next(
-            delta, here, self.segments, gamma if isinstance(gamma, float) else self.spread(gamma), clock
-        )
+        g = self.spread(gamma) if isinstance(gamma, Tensor) else gamma
+        _add_discounted_next(delta, here, self.segments, g, clock)
         difference = native(delta)
         difference -= native(values)
         select_in_place(delta, clock.step)
@@ -258,11 +257,11 @@ class Reward:
         return tokens
 
 
-def _add_discounted_next(x: Tensor, value: Tensor, segments: np.ndarray, gamma: float | Tensor, clock: Clock) -> None:
+def _add_discounted_next(x: Tensor, value: Tensor, segments: np.ndarray, gamma: PerSample, clock: Clock) -> None:
     """x_j += gamma^tick_j * value_{j+1}, 0 past a segment's end; at steps. In place, and uses the value up."""
     starts = (np.cumsum(segments) - segments)[segments > 0]
     value.index_fill_(0, torch.from_numpy(starts).to(x.device), 0.0)
-    if clock.tick is clock.step:
+    if clock.tick is None or clock.tick is clock.step:
         value *= gamma
         x[:-1] += value[1:]
     else:
