@@ -185,7 +185,7 @@ def finish(begun: Scan, entering: Float64[Tensor, " segments"] | None = None, *,
         if entering is not None:
             _let_in(tile, head if group.continues else native(entering)[group.segments])
         staged = _finish_tile(tile, dtype)
-        head = tile.rows[int(group.pads[0]), :1] + 0.0
+        head = tile.rows[0, :1] + 0.0  # for the group before, where its segment goes on in this one, which has no pads
         del tile  # its rows are twice the output's size, which is not in memory before it is written to
         _write(staged, group, out, begun.keep)
     return out
@@ -374,7 +374,8 @@ def _values_below(rows: Array, gain, group: Group, entering: Array | None) -> Ar
 def _let_in(tile: Tile, entering: Array) -> None:
     """What enters at the segments' ends, in the y past each block's end."""
     group, below = tile.group, tile.below
-    if getattr(tile.decay, "ndim", 0) == 2:
+    # Where the segment goes on in the next group, that one's head has come in before anything entered.
+    if group.continues or getattr(tile.decay, "ndim", 0) == 2:
         below[...] = _values_below(tile.rows, tile.gain, group, entering[like(group.some, below)])
         return
     behind = like(group.behind, below)

@@ -5,6 +5,7 @@ a collective that writes down what passes through it.
 """
 
 from dataclasses import dataclass, field
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -13,7 +14,7 @@ from helpers import assert_as_good_as_serial, assert_same_bits
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cp_returns import exchange, reference
+from cp_returns import exchange, reference, scan
 from cp_returns.agreement import ENVELOPE
 from cp_returns.clocks import CLOCKS
 from cp_returns.config import ReturnsConfig
@@ -131,14 +132,20 @@ def returns(b: Batch, cp: CPContext, clock: str) -> torch.Tensor:
 
 
 COMBINATIONS: list[int] = []
+TILES = st.sampled_from([scan.TILE, 1])  # blocks; of 1 a piece of 17 tokens goes on in a second tile
 
 
 @settings(max_examples=40)
-@given(b=batches(), cp_sizes=st.lists(st.integers(1, 16), min_size=4, max_size=4), first=st.integers(0, 2))
-def test_carry_is_within_a_unit_of_gather(b, cp_sizes, first):
+@given(b=batches(), cp_sizes=st.lists(st.integers(1, 16), min_size=4, max_size=4), first=st.integers(0, 2), tile=TILES)
+def test_carry_is_within_a_unit_of_gather(b, cp_sizes, first, tile):
     """40 batches x 4 layouts, each with a width of its own, x 2 clocks; gather, whose bits must be those of one rank,
     once a batch.
     """
+    with patch.object(scan, "TILE", tile):
+        carried_and_gathered(b, cp_sizes, first)
+
+
+def carried_and_gathered(b, cp_sizes, first):
     clocks = [CLOCKS[first], CLOCKS[first - 1]]
     one = zigzag(b.total, b.response, 1)
     alone = [returns(b, CPContext(one), clock) for clock in clocks]
@@ -165,8 +172,13 @@ def test_those_were_thousands_of_combinations():
 
 
 @settings(max_examples=20)
-@given(b=batches(), cp_size=st.integers(2, 9), lam_value=st.sampled_from([None, 0.0, 0.7]))
-def test_gae_by_carry_is_within_a_unit_of_gather(b, cp_size, lam_value):
+@given(b=batches(), cp_size=st.integers(2, 9), lam_value=st.sampled_from([None, 0.0, 0.7]), tile=TILES)
+def test_gae_by_carry_is_within_a_unit_of_gather(b, cp_size, lam_value, tile):
+    with patch.object(scan, "TILE", tile):
+        gae_carried_and_gathered(b, cp_size, lam_value)
+
+
+def gae_carried_and_gathered(b, cp_size, lam_value):
     def estimate(cp, clock):
         own = torch.from_numpy(cp.layout.index(cp.rank))
         out = gae(

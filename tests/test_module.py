@@ -106,6 +106,23 @@ def test_the_reward_is_put_where_the_last_token_is():
     assert lists(second) == [[2.0**-5, 2.0**-4, 2.0**-3, 0.25, 0.5, 1.0], [1.0, 2.0, 4.0]]
 
 
+@pytest.mark.parametrize("whiten", [False, True])
+def test_what_a_call_gives_is_the_callers_alone(whiten):
+    """Writing into one result changes no other and no input, and no input was written to."""
+    given = one_sample(loss_masks=[torch.tensor([True, False, True])])
+    before = [x.clone() for x in (given["kl"][0], given["loss_masks"][0])]
+    out = ContextParallelReturns(ReturnsConfig(gamma=0.5, kl_coef=0.1, whiten=whiten))(**given)
+    results = [out.returns[0], out.advantages[0], out.masks[0], given["kl"][0], given["loss_masks"][0]]
+    expected = [x.clone() for x in results[:3]] + before
+    for x in results:
+        others = [(y, z) for y, z in zip(results, expected, strict=True) if y is not x]
+        kept = x.clone()
+        x.fill_(7)
+        for y, z in others:
+            torch.testing.assert_close(y, z, rtol=0, atol=0, equal_nan=True)
+        x.copy_(kept)
+
+
 def test_no_samples_give_empty_lists():
     empty = {"kl": [], "rewards": [], "loss_masks": [], "response_lengths": [], "total_lengths": []}
     for config in ({}, {"whiten": True}, {"strategy": "carry"}, {"estimator": "gae"}, {"estimator": "grpo"}):

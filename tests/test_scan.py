@@ -291,6 +291,29 @@ def test_bits_do_not_depend_on_batch_mates_nor_on_tiles(tile, steps, monkeypatch
     bits_alone_and_with_mates(lengths, 1.0, steps=steps, dtype=torch.float64)
 
 
+@pytest.mark.parametrize("ticks", [False, True])
+@pytest.mark.parametrize("decay", [0.99, torch.linspace(0.9, 1.0, 7, dtype=torch.float64)], ids=["one", "many"])
+def test_what_enters_runs_through_all_tiles_of_a_segment(decay, ticks, monkeypatch):
+    """As if it were one more token at the segment's end."""
+    lengths = [5, 100, 0, 1003, 1, 33, 16]
+    x, entering = normal(sum(lengths), 5).double(), normal(len(lengths), 6).double()
+    tick = scan.as_bits(normal(len(x), 7) > 0) if ticks else None
+    one_more = lambda y, ends: torch.cat(
+        [part for pair in zip(y.split(lengths), ends.split(1), strict=True) for part in pair]
+    )
+    longer = [n + 1 for n in lengths]
+    end_tick = None if tick is None else one_more(tick, torch.zeros(len(lengths), dtype=torch.int8))
+    whole = scan.scan(one_more(x, entering), longer, decay, tick=end_tick, dtype=torch.float64)
+    expected = torch.cat([part[:-1] for part in whole.split(longer)])
+    alone = scan.scan(x, lengths, decay, tick=tick, dtype=torch.float64)
+    for tile in (scan.TILE, 3):
+        monkeypatch.setattr(scan, "TILE", tile)
+        begun = scan.begin(x, lengths, decay, tick=tick)
+        heads = [part[0].item() if len(part) else 0.0 for part in alone.split(lengths)]
+        assert begun.heads.tolist() == pytest.approx(heads, rel=1e-12)
+        torch.testing.assert_close(scan.finish(begun, entering, dtype=torch.float64), expected, rtol=1e-12, atol=1e-12)
+
+
 def test_bits_do_not_depend_on_mates_in_several_real_tiles():
     lengths = [100_001, 300_000, 7, 199_999, 65_536]
     bits_alone_and_with_mates(lengths, 0.9999, steps=True)
