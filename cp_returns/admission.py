@@ -18,6 +18,7 @@ from cp_returns.agreement import Check, Facts, Problem, check_samples
 from cp_returns.arrays import Array, library, like, native, stack, tensor
 from cp_returns.clocks import Clock, clock
 from cp_returns.context import CPContext, Inputs, PerSample, Reward
+from cp_returns.exchange import cut
 from cp_returns.masks import Prefix
 from cp_returns.scan import as_bits, result_dtype, select, select_in_place
 
@@ -79,6 +80,7 @@ def admit(
     choices: Mapping[str, tuple[object, tuple]] | None = None,
     samples: Mapping[str, Tensor | None] | None = None,
     sample_mask: Tensor | None = None,
+    required: tuple[str, ...] = (),
     unselected: tuple[str, ...] = (),
     nonfinite: str = "error",
     owned: bool = False,
@@ -87,13 +89,14 @@ def admit(
 
     tokens: this rank's packed per-token inputs by name, None where absent. numbers: gamma and lam (in [0, 1]) and
     kl_coef, each a float, a 0-dim tensor or one per sample. choices: settings that are one of a few words. samples:
-    more [N] inputs to compare.
-    unselected: tokens that are used at masked positions too. owned: the tokens are the caller's copies, which may be
-    written over.
+    more [N] inputs to compare. required: those of tokens and samples that must not be None. unselected: tokens that
+    are used at masked positions too. owned: the tokens are the caller's copies, which may be written over.
     """
     choices, samples = choices or {}, samples or {}
     settings, lengths = _settings_and_lengths(cp, tokens, numbers, choices, nonfinite)
-    problem = _first_problem(cp, full_mask, rewards, tokens, numbers, choices, samples, sample_mask, nonfinite)
+    problem = _first_problem(
+        cp, full_mask, rewards, tokens, numbers, choices, samples, sample_mask, required, nonfinite
+    )
     if problem is not None:
         known = [x.device for x in (full_mask, rewards, *tokens.values()) if isinstance(x, Tensor)]
         return _refused(Facts(settings, lengths, problem=problem), known[0] if known else torch.device("cpu"))
@@ -128,7 +131,7 @@ def admit(
             check_samples("bootstrap", bootstrap, bootstrap.isinf(), "a finite number, or NaN where there is none")
         )
         bootstrap = torch.where(bootstrap.isfinite(), bootstrap, 0.0)
-    here = cp.take(mask)
+    here = cut(mask, layout, cp.rank)
     keep = as_bits(here)
     bits = dict.fromkeys(tokens, keep) | {name: as_bits(cp.spread(tensor(kept))) for name in unselected}
     token_rewards = tokens.get("token_rewards")
@@ -196,7 +199,9 @@ def _range(key: str) -> str:
     return "a number that is at least 0" if key in _UPPER else "a number in [0, 1]"
 
 
-def _first_problem(cp, full_mask, rewards, tokens, numbers, choices, samples, sample_mask, nonfinite) -> Problem | None:
+def _first_problem(
+    cp, full_mask, rewards, tokens, numbers, choices, samples, sample_mask, required, nonfinite
+) -> Problem | None:
     """What the host can see without reading a tensor: settings, dtypes and shapes."""
     layout = cp.layout
     for key, (value, allowed) in {**choices, "nonfinite": (nonfinite, ("error", "propagate"))}.items():
@@ -215,10 +220,13 @@ def _first_problem(cp, full_mask, rewards, tokens, numbers, choices, samples, sa
             for name, x in tokens.items()
         ),
     ):
+        if value is None and name in (*required, "full_mask"):
+            return Problem(name, "absent", f"a tensor, {what}")
         if value is None:
             continue
-        if not isinstance(value, Tensor):
-            return Problem(name, f"a {type(value).__name__}", "a tensor")
+        if not isinstance(value, Tensor) or value.layout != torch.strided:
+            kind = type(value).__name__ if not isinstance(value, Tensor) else f"{value.layout} tensor"
+            return Problem(name, f"a {kind}", "a tensor")
         if value.dtype not in _DTYPES:
             return Problem(f"dtype of {name}", value.dtype, "a float, int or bool dtype")
         if tuple(value.shape) != (count,):
@@ -248,7 +256,7 @@ def _number(value, samples: int, device: torch.device) -> PerSample:
 def _plain(value: object) -> object:
     if isinstance(value, Tensor):
         return f"{len(value)} numbers" if value.dim() else "a tensor"
-    return value
+    return float(value) if isinstance(value, int | float | np.number) else value  # two that are shown alike may differ
 
 
 def _dtype(x: object) -> str:
@@ -281,7 +289,8 @@ def _in_range(name: str, x: Tensor) -> Check:
 
 
 def _total(x: Tensor) -> Array:
-    return native(x.sum(dtype=x.dtype if x.dtype in _FLOATS[2:] else torch.float32))
+    total = native(x.sum(dtype=x.dtype if x.dtype in _FLOATS[2:] else torch.float32))
+    return total if x.is_cuda or np.isfinite(total) else native(x.sum(dtype=torch.float64))
 
 
 def _can_be_infinite(x: Tensor | None) -> bool:

@@ -81,8 +81,9 @@ class CPContext:
         return self.layout.piece_lengths[:, self.layout.pieces(self.rank)].ravel()
 
     def take(self, full: Shaped[Tensor, " full"]) -> Shaped[Tensor, " local"]:
-        """This rank's tokens of packed whole responses."""
-        return exchange.cut(full, self.layout, self.rank)
+        """This rank's tokens of packed whole responses; a new tensor."""
+        own = exchange.cut(full, self.layout, self.rank)
+        return own.clone() if own is full else own
 
     def spread(self, per_sample: Shaped[Tensor, " samples"]) -> Shaped[Tensor, " local"]:
         """One number a sample -> one a local token."""
@@ -94,6 +95,7 @@ class CPContext:
         """The context of one rank that holds every whole response as one piece."""
         return CPContext(self.layout.whole(), strategy=carry, agreement="off")
 
+    @np.errstate(over="ignore", invalid="ignore")  # what is not finite is refused by admission, or asked for
     def run(self, formula: Formula, inputs: Inputs, facts: Facts) -> tuple[Tensor, ...]:
         """formula(context, *inputs) by this context's strategy, after all ranks agree that their facts are well and
         equal.

@@ -98,17 +98,20 @@ def remax(
     baselines: one scalar a sample. It is the same for every token, so it is taken from the terminal reward. Errors: see
     the module.
     """
-    return reinforce_plus_plus(
-        kl,
-        less_baseline(rewards, baselines) if rewards.shape == baselines.shape else rewards,
+    given = [x for x in (rewards, baselines) if x is not None]
+    fits = baselines is not None and all(isinstance(x, Tensor) and x.shape == given[0].shape for x in given)
+    batch = admit(
+        cp,
         full_mask,
-        cp=cp,
-        gamma=1.0,
-        kl_coef=kl_coef,
-        token_rewards=token_rewards,
+        less_baseline(rewards, baselines) if fits else rewards,
+        tokens={"kl": kl, "token_rewards": token_rewards},
+        numbers={"gamma": 1.0, "kl_coef": kl_coef},
+        samples={"baselines": baselines},
+        required=("baselines",),
         sample_mask=sample_mask,
         nonfinite=nonfinite,
     )
+    return discounted_returns(batch, cp, "token")
 
 
 def less_baseline(rewards: Tensor | None, baselines: Tensor) -> Float64[Tensor, " samples"]:
@@ -166,6 +169,7 @@ def gae(
         | ({} if lam_alpha is None else {"lam_alpha": lam_alpha}),
         choices={"clock": (clock, CLOCKS), "masked_values": (masked_values, MASKED_VALUES)},
         samples={"bootstrap": bootstrap},
+        required=("values",),
         sample_mask=sample_mask,
         unselected=("values",) if masked_values == "use" and clock == "token" else (),
         nonfinite=nonfinite,

@@ -99,6 +99,10 @@ class Layout:
 
     def index(self, rank: int) -> Integers:
         """This rank's positions in the full pack, in the order of its local pack."""
+        return self.kept_index(rank).copy()
+
+    def kept_index(self, rank: int) -> Integers:
+        """`index` itself, to be read only."""
         if rank in self._indices:
             return self._indices[rank]
         pieces = self.pieces(rank)

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, NoReturn
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -358,6 +359,7 @@ class ContextParallelReturns(nn.Module):
         freedom = population - options["ddof"]
         return apply(x, bits, merged, options), Whitening(population, mean, m2 / freedom if freedom > 0 else 0.0)
 
+    @np.errstate(over="ignore", invalid="ignore")
     def _report(self, cp, where, batch, facts, told, returns, advantages, whitening) -> Returns:
         own, missing, masked, valid = facts.sums.tolist()
         kl_sum, scope, tokens = own, "cp", valid

@@ -42,14 +42,15 @@ def reverse_scan(
 ) -> Shaped[Tensor, " tokens"]:
     """y_j = x_j + decay^tick_j * y_next over the steps of each segment of a packed tensor.
 
-    x: any float or int dtype. decay: one float, or one per segment. step (bool, [tokens]): which tokens are steps of
-    the process; the others are passed over (their x is never used) and come out 0. tick (bool): where the decay applies
-    between a step and the next; default everywhere. Returns float32, or float64 for float64 x. Raises ValueError when
-    shapes do not fit.
+    x: any float or int dtype. decay: in [0, 1], one float or one per segment. step (bool, [tokens]): which tokens are
+    steps of the process; the others are passed over (their x is never used) and come out 0. tick (bool): where the
+    decay applies between a step and the next; default everywhere. Returns float32, or float64 for float64 x. Raises
+    ValueError when shapes do not fit.
     """
+    tokens = int(np.sum(lengths, dtype=np.int64))
     for name, y in (("x", x), ("step", step), ("tick", tick)):
-        if y is not None and (y.dim() != 1 or sum(lengths) != len(y)):
-            raise ValueError(f"{name} has shape {list(y.shape)}; expected [{sum(lengths)}], the sum of lengths")
+        if y is not None and (y.dim() != 1 or tokens != len(y)):
+            raise ValueError(f"{name} has shape {list(y.shape)}; expected [{tokens}], the sum of lengths")
     if isinstance(decay, Tensor):
         if decay.shape not in ((), (len(lengths),)):
             raise ValueError(f"decay has shape {list(decay.shape)}; expected [] or [{len(lengths)}], one a segment")
@@ -336,13 +337,21 @@ def _write(staged: Tensor, group: Group, out: Tensor, keep: Tensor | None) -> No
         select_in_place(out[group.tokens], keep[group.tokens])
 
 
-@np.errstate(over="ignore", invalid="ignore")
 def _values_below(rows: Array, gain, group: Group, entering: Array | None) -> Array:
-    """[blocks] the y past each block's end: the next block's head, or what enters the segment (default 0).
+    """[blocks] the y past each block's end: the next block's head, or what enters the segment (default 0)."""
+    if library(rows) is np:
+        below = _chain_heads(rows, gain, group, entering, None)
+        with np.errstate(over="ignore", invalid="ignore"):
+            finite = np.isfinite(below.sum())
+        if finite:
+            return below
+    # 0 * NaN and 0 * inf are NaN: where some occur, what lies past a segment's end is left out, not multiplied by 0.
+    return _chain_heads(rows, gain, group, entering, like(group.behind, rows))
 
-    Chains the block heads by doubling, head_b += gain_b * head_{b+k}; gain_b *= gain_{b+k}, with gain 0 at a segment's
-    end.
-    """
+
+@np.errstate(over="ignore", invalid="ignore")
+def _chain_heads(rows: Array, gain, group: Group, entering: Array | None, behind: Array | None) -> Array:
+    """By doubling, head_b += gain_b * head_{b+k}; gain_b *= gain_{b+k}, with gain 0 at a segment's end."""
     lib, n, longest = library(rows), group.num_blocks, int(group.blocks.max())
     last = like(group.last, rows)
     device = getattr(rows, "device", None)
@@ -352,9 +361,6 @@ def _values_below(rows: Array, gain, group: Group, entering: Array | None) -> Ar
     if entering is not None:
         heads[last] += gains[last] * entering
     gains[last] = 0.0
-    # 0 * NaN and 0 * inf are NaN: where some occur, what lies past a segment's end is left out, not multiplied by 0.
-    finite = lib is np and np.isfinite(heads.sum())
-    behind = None if finite else like(group.behind, rows)
     product = lib.empty_like(rows[0])
     reach = 1
     while reach < longest:
@@ -386,6 +392,7 @@ def _let_in(tile: Tile, entering: Array) -> None:
     below += gain * _repeat(entering, group)
 
 
+@np.errstate(over="ignore", invalid="ignore")
 def _first_values(tile: Tile) -> Array:
     """The y of the first token of each segment that has some."""
     first, below = like(tile.group.first, tile.rows), tile.below

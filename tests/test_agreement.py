@@ -260,9 +260,9 @@ def test_a_missing_reward_is_missing_whatever_bits_its_nan_has():
 
 @pytest.mark.parametrize("strategy", [gather, carry])
 def test_a_false_alarm_costs_one_collective_and_changes_nothing(strategy):
-    """The cheap test for NaN is a float32 sum, which finite numbers may overflow."""
-    kl = torch.zeros(49)
-    kl[[0, 20, 21, 40]] = -3e38
+    """The cheap test for NaN is a sum, which finite numbers may overflow."""
+    kl = torch.zeros(49, dtype=F64)
+    kl[[0, 20, 21, 40]] = -1.7e308
 
     def fn(rank, all_gather):
         counted = Counted(all_gather)

@@ -15,7 +15,7 @@ from cp_returns import reference
 from cp_returns.clocks import CLOCKS
 from cp_returns.collectives import Counted
 from cp_returns.config import ESTIMATORS
-from cp_returns.context import CPContext, carry
+from cp_returns.context import CPContext, carry, gather
 from cp_returns.errors import CPInputError
 from cp_returns.estimators import gae, reinforce_plus_plus, reinforce_plus_plus_baseline, remax
 from cp_returns.layout import zigzag
@@ -343,6 +343,76 @@ def test_numbers_out_of_range_are_the_same_error_on_all_ranks(door, numbers, tex
     errors = [outcome.error for outcome in caught.value.outcomes]
     assert all(isinstance(error, CPInputError) and text in str(error) for error in errors), errors
     assert len({str(error) for error in errors}) == 1
+
+
+@pytest.mark.parametrize("strategy", [gather, carry])
+@pytest.mark.parametrize(
+    ("door", "bad", "text"),
+    [
+        ("gae", {"values": None}, "values is absent; expected a tensor, one a token that this rank owns"),
+        ("gae", {"full_mask": None}, "full_mask is absent; expected a tensor, one a token of the whole responses"),
+        ("gae", {"values": torch.eye(3).to_sparse()}, "values is a torch.sparse_coo tensor; expected a tensor"),
+        ("remax", {"baselines": None}, "baselines is absent; expected a tensor, one a sample"),
+        ("remax", {"baselines": torch.zeros(3)}, "shape of baselines is [3]; expected [2], one a sample"),
+        ("remax", {"baselines": torch.zeros(2, 1)}, "shape of baselines is [2, 1]; expected [2], one a sample"),
+        ("remax", {"rewards": [1.0, 2.0]}, "rewards is a list; expected a tensor"),
+    ],
+)
+def test_an_input_that_one_rank_lacks_is_the_same_error_on_all(door, bad, text, strategy):
+    layout = zigzag([6, 9], [5, 7], 2)
+
+    def fn(rank, all_gather):
+        cp = CPContext(layout, rank, all_gather, strategy)
+        given = {"kl": None, "rewards": torch.ones(2), "full_mask": torch.ones(12, dtype=torch.bool)}
+        if door == "gae":
+            given |= {"values": torch.zeros(int(layout.lengths(rank).sum()))}
+            given |= bad if rank == 1 else {}
+            return gae(**given, cp=cp, gamma=0.9, lam=0.9)
+        given |= {"baselines": torch.zeros(2)} | (bad if rank == 1 else {})
+        return remax(**given, cp=cp, kl_coef=0.0)
+
+    with pytest.raises(RankFailure) as caught:
+        in_threads(fn, 2)
+    texts = {str(outcome.error) for outcome in caught.value.outcomes}
+    assert len(texts) == 1
+    assert texts.pop().startswith(f"CP rank 1 of 2: {text}")
+
+
+@pytest.mark.parametrize("strategy", [gather, carry])
+@pytest.mark.parametrize("huge", [math.inf, 1e308])
+def test_what_is_not_finite_is_propagated_without_a_warning(huge, strategy):
+    """Warnings are errors here, and one rank that raises alone leaves the others waiting."""
+    layout = zigzag([9], [8], 2)
+    values = torch.zeros(8, dtype=torch.float64)
+    values[[1, 3, 6]] = torch.tensor([huge, -huge, huge], dtype=torch.float64)
+
+    def fn(rank, all_gather):
+        cp = CPContext(layout, rank, all_gather, strategy)
+        how = {"cp": cp, "gamma": 1.0, "nonfinite": "propagate"}
+        mask = torch.ones(8, dtype=torch.bool)
+        gae(None, torch.ones(1), cp.take(values), mask, lam=0.9, **how)
+        return reinforce_plus_plus(cp.take(values), None, mask, kl_coef=1.0, **how)
+
+    in_threads(fn, 2)
+
+
+def test_settings_that_are_shown_alike_but_differ_are_told_apart():
+    layout = zigzag([6], [5], 2)
+
+    def fn(rank, all_gather):
+        cp, gamma = CPContext(layout, rank, all_gather), (0.9, np.float32(0.9))[rank]
+        reinforce_plus_plus(None, torch.ones(1), torch.ones(5, dtype=torch.bool), cp=cp, gamma=gamma, kl_coef=0.0)
+
+    with pytest.raises(RankFailure, match=r"gamma is 0\.8999999"):
+        in_threads(fn, 2)
+
+
+def test_taking_all_tokens_and_positions_gives_copies():
+    full, cp = torch.zeros(5), CPContext(zigzag([6], [5], 1))
+    cp.take(full).fill_(1)
+    cp.layout.index(0).fill(0)
+    assert full.tolist() == [0.0] * 5
+    assert cp.layout.index(0).tolist() == [0, 1, 2, 3, 4]
 
 
 # groups over data-parallel ranks

@@ -6,6 +6,7 @@ import sys
 import time
 from statistics import median
 
+import numpy as np
 import pytest
 import torch
 from helpers import assert_as_good_as_serial, assert_same_bits
@@ -317,6 +318,19 @@ def test_what_enters_runs_through_all_tiles_of_a_segment(decay, ticks, monkeypat
 def test_bits_do_not_depend_on_mates_in_several_real_tiles():
     lengths = [100_001, 300_000, 7, 199_999, 65_536]
     bits_alone_and_with_mates(lengths, 0.9999, steps=True)
+
+
+def test_a_mate_that_overflows_on_the_way_spoils_nobody():
+    """Its partial sums reach infinity while the block heads are chained, though its tokens are finite."""
+    ones, mate = torch.ones(32, dtype=torch.float64), torch.zeros(48, dtype=torch.float64)
+    mate[0], mate[16], mate[32] = -1.5e308, 1e308, 1e308
+    assert reverse_scan(torch.cat([ones, mate]), [32, 48], 1.0)[:32].tolist() == list(range(32, 0, -1))
+    assert reverse_scan(torch.cat([mate, ones]), [48, 32], 1.0)[48:].tolist() == list(range(32, 0, -1))
+
+
+def test_lengths_may_be_small_integers():
+    lengths = np.array([200, 200], dtype=np.uint8)
+    assert_same_bits(reverse_scan(normal(400), lengths, 0.5), reverse_scan(normal(400), [200, 200], 0.5))
 
 
 def test_the_sign_of_a_zero_does_not_depend_on_mates():
