@@ -388,6 +388,22 @@ def test_info_says_what_whitening_did():
     assert out.info.bytes_sent == 0
 
 
+@pytest.mark.parametrize(("dtype", "largest", "kl_sum"), [(torch.float32, 3e38, 0.0), (torch.float64, 1.7e308, NAN)])
+def test_the_sum_of_an_enormous_kl(dtype, largest, kl_sum):
+    """float32 numbers are summed as float64 where they must be; what overflows that too is NaN, without a warning."""
+    kl = torch.full((30,), largest, dtype=dtype)
+    kl[15:] *= -1
+    layout = zigzag([31], [30], 3)
+
+    def fn(rank, peers):
+        call = ContextParallelReturns(ReturnsConfig(kl_coef=0.1, whiten=True), cp_group=peers.cp, dp_cp_group=peers.cp)
+        own = kl[torch.from_numpy(layout.index(rank))]
+        given = {"loss_masks": [torch.ones(30)], "response_lengths": [30], "total_lengths": [31]}
+        return call(kl=[own], rewards=[1.0], **given).info.kl_sum
+
+    assert in_threads(fn, 3) == pytest.approx([kl_sum] * 3, nan_ok=True)
+
+
 def test_the_kl_is_reported_whether_or_not_it_is_in_the_reward():
     out = ContextParallelReturns(ReturnsConfig())(**one_sample())
     assert (out.info.kl_in_reward, out.info.kl_sum, out.info.kl_mean) == (False, 2.0, 1.0)
