@@ -272,6 +272,7 @@ def _scan_tile(x: Array, group: Group, starts, decay, scale, impulse, step, tick
         ticks = None if ticks is None else ticks & steps
     rows = native(torch.empty(BLOCK, group.num_blocks, dtype=torch.float64, device=device))
     rows[...] = staged.reshape(-1, BLOCK).T
+    del staged
     bits = None
     if ticks is not None:
         bits = native(torch.empty(BLOCK, group.num_blocks, dtype=torch.int64, device=device))
@@ -371,7 +372,7 @@ def _chain_heads(rows: Array, gain, group: Group, entering: Array | None, behind
         heads[:n] += product
         gains, other = other, gains
         reach *= 2
-    below = heads[1 : n + 1]
+    below = heads[1 : n + 1] + 0.0  # not all three of them are kept
     below[last] = 0.0 if entering is None else entering
     return below
 

@@ -179,12 +179,12 @@ def peak_bytes(make: Callable[..., Callable[[], Any]], *args: Any) -> int:
 
 def _peak_in_child(make: Callable[..., Callable[[], Any]], args: tuple, pipe) -> None:
     torch.set_num_threads(1)
-    fn = make(*args)
     libc = ctypes.CDLL(None)
     trim_threshold, mmap_threshold, thp_disable = -1, -3, 41
     libc.mallopt(mmap_threshold, 64 * 1024)
     libc.mallopt(trim_threshold, 64 * 1024)
     libc.prctl(thp_disable, 1, 0, 0, 0)
+    fn = make(*args)
     for _ in range(2):
         fn()
     gc.collect()
