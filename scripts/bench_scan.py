@@ -77,6 +77,11 @@ def ours(x: Tensor, lengths: list[int]) -> Tensor:
     return reverse_scan(x, lengths, GAMMA)
 
 
+def masked(x: Tensor, lengths: list[int]) -> Tensor:
+    """On the trainable clock, a mask with gaps."""
+    return reverse_scan(x, lengths, GAMMA, step=common.gaps(len(x)))
+
+
 def loop_over_tokens(x: Tensor, lengths: list[int]) -> Tensor:
     """A Python loop over tensor elements, sample by sample."""
     out = torch.empty_like(x)

@@ -117,6 +117,17 @@ def test_peak_memory_counts_what_was_freed_again():
     assert common.peak_bytes(eval, call) == pytest.approx(20e6, rel=0.03)
 
 
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="NOT RUN: reads the high-water mark from /proc")
+@pytest.mark.parametrize(
+    ("lengths", "masked", "at_most"),
+    [([131_072] * 8, False, 2), ([131_073] * 8, False, 2), ([1_000_000], False, 2), ([131_072] * 8, True, 3)],
+)
+def test_peak_memory_of_the_scan_over_that_of_its_input(lengths, masked, at_most):
+    """I75. The output is once the input's; one tile is worked on at a time; a mask is staged as bits of a byte each."""
+    peak = common.peak_bytes(scan.call_of, scan.masked if masked else scan.ours, "memory", lengths)
+    assert 1 <= peak / (4 * sum(lengths)) <= at_most
+
+
 # ---- the scripts
 
 

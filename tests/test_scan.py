@@ -16,7 +16,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from cp_returns import reference, scan
 from cp_returns.scan import reverse_scan
-from cp_returns.simulate import in_processes
 
 DISCOUNTS = (0.0, 0.5, 0.99, 1.0)
 LENGTHS = (1, 127, 128, 129, 1000)
@@ -466,37 +465,6 @@ def test_calls_do_not_grow_with_the_number_of_segments():
         assert many.torch <= few.torch + 2
         if lengths[0] == 16:
             assert many.lines <= few.lines  # else the views of its tokens: one a segment
-
-
-def peak_over_input(lengths, masked: bool) -> float:
-    """Highest memory of one call over that of its input, in a process of its own."""
-
-    def fn(rank, all_gather):
-        x = torch.ones(sum(lengths))
-        step = torch.ones(len(x), dtype=torch.bool) if masked else None
-        reverse_scan(x[:64], [64], 0.9)
-
-        def status(key):
-            with open("/proc/self/status") as file:
-                return next(int(line.split()[1]) * 1024 for line in file if line.startswith(key))
-
-        before = status("VmRSS")
-        with open("/proc/self/clear_refs", "w") as file:
-            file.write("5")  # the high-water mark starts anew
-        reverse_scan(x, lengths, 0.9, step=step, tick=step)
-        return (status("VmHWM") - before) / (x.numel() * x.element_size())
-
-    return in_processes(fn, 1)[0]
-
-
-@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="NOT RUN: reads the high-water mark from /proc")
-@pytest.mark.parametrize(
-    ("lengths", "masked", "at_most"),
-    [([131_072] * 8, False, 2), ([131_073] * 8, False, 2), ([1_000_000], False, 2), ([131_072] * 8, True, 4)],
-)
-def test_peak_memory_over_that_of_the_input(lengths, masked, at_most):
-    """I75. The output is once the input's; one tile is worked on at a time; a mask is staged as bits of a byte each."""
-    assert peak_over_input(lengths, masked) <= at_most
 
 
 def per_token_loop(rewards: torch.Tensor, lengths: list[int], gamma: float) -> torch.Tensor:
