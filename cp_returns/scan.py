@@ -29,6 +29,7 @@ TILE = 8192  # blocks: 1 MiB of float64 rows stays in cache while it is worked o
 SHORT = 200  # tokens of a segment or piece, below which an index of tokens costs less than slices
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _ONE = 0x3FF0000000000000  # the bits of 1.0
+_QUIET = np.errstate(over="ignore", invalid="ignore")  # what is not finite is the callers' to refuse
 PerSegment = float | Float64[Tensor, " segments"]
 
 
@@ -155,6 +156,7 @@ class Scan:
     heads: Float64[Tensor, " segments"]
 
 
+@_QUIET
 def begin(
     x: Shaped[Tensor, " tokens"],
     lengths: Lengths,
@@ -176,6 +178,7 @@ def begin(
     return Scan(tiles, keep, heads)
 
 
+@_QUIET
 def finish(begun: Scan, entering: Float64[Tensor, " segments"] | None = None, *, dtype: torch.dtype) -> Tensor:
     """All y, with `entering` (default 0) as the y past each segment's end; rounded to dtype once. Uses it up."""
     out = empty(begun.tiles[0].group.tokens.stop if begun.tiles else 0, dtype=dtype, device=begun.heads.device)
@@ -192,6 +195,7 @@ def finish(begun: Scan, entering: Float64[Tensor, " segments"] | None = None, *,
     return out
 
 
+@_QUIET
 def scan(
     x: Shaped[Tensor, " tokens"],
     lengths: Lengths,
@@ -260,7 +264,6 @@ def _scan_tiles(x: Tensor, lengths, decay, scale, impulse, step, tick, heads: Te
         yield tile
 
 
-@np.errstate(over="ignore", invalid="ignore")
 def _scan_tile(x: Array, group: Group, starts, decay, scale, impulse, step, tick, head: Array | None) -> Tile:
     lib = library(x)
     device = getattr(x, "device", None)
@@ -293,7 +296,7 @@ def _scan_tile(x: Array, group: Group, starts, decay, scale, impulse, step, tick
         gain = powers[BLOCK] if isinstance(decay, float) else _repeat(powers[BLOCK], group)
     carry = lib.empty_like(rows[0])
     following, *others = list(rows)[::-1]
-    for row, rate in zip(others, _rates(decay)[1:], strict=True):
+    for row, rate in zip(others, _rates(decay, rows)[1:], strict=True):
         lib.multiply(following, rate, out=carry)
         row += carry
         following = row
@@ -318,13 +321,12 @@ def _add_impulses(rows: Array, group: Group, starts: np.ndarray, offsets: Tensor
     rows[position % BLOCK, position // BLOCK] += value  # one a segment: no position twice
 
 
-@np.errstate(over="ignore", invalid="ignore")
 def _finish_tile(tile: Tile, dtype: torch.dtype) -> Tensor:
     """Let what lies below each block run through its rows; [blocks * 16] y, as `_stage` lays out x."""
     rows, carry = tile.rows, tile.below
     staged = torch.empty(rows.shape[1], BLOCK, dtype=dtype, device=getattr(rows, "device", None))
     to = native(staged)
-    for row, rate, column in zip(list(rows)[::-1], _rates(tile.decay), list(to.T)[::-1], strict=True):
+    for row, rate, column in zip(list(rows)[::-1], _rates(tile.decay, rows), list(to.T)[::-1], strict=True):
         carry *= rate
         row += carry
         column[...] = row
@@ -342,15 +344,12 @@ def _values_below(rows: Array, gain, group: Group, entering: Array | None) -> Ar
     """[blocks] the y past each block's end: the next block's head, or what enters the segment (default 0)."""
     if library(rows) is np:
         below = _chain_heads(rows, gain, group, entering, None)
-        with np.errstate(over="ignore", invalid="ignore"):
-            finite = np.isfinite(below.sum())
-        if finite:
+        if np.isfinite(below.sum()):
             return below
     # 0 * NaN and 0 * inf are NaN: where some occur, what lies past a segment's end is left out, not multiplied by 0.
     return _chain_heads(rows, gain, group, entering, like(group.behind, rows))
 
 
-@np.errstate(over="ignore", invalid="ignore")
 def _chain_heads(rows: Array, gain, group: Group, entering: Array | None, behind: Array | None) -> Array:
     """By doubling, head_b += gain_b * head_{b+k}; gain_b *= gain_{b+k}, with gain 0 at a segment's end."""
     lib, n, longest = library(rows), group.num_blocks, int(group.blocks.max())
@@ -377,7 +376,6 @@ def _chain_heads(rows: Array, gain, group: Group, entering: Array | None, behind
     return below
 
 
-@np.errstate(over="ignore", invalid="ignore")
 def _let_in(tile: Tile, entering: Array) -> None:
     """What enters at the segments' ends, in the y past each block's end."""
     group, below = tile.group, tile.below
@@ -393,7 +391,6 @@ def _let_in(tile: Tile, entering: Array) -> None:
     below += gain * _repeat(entering, group)
 
 
-@np.errstate(over="ignore", invalid="ignore")
 def _first_values(tile: Tile) -> Array:
     """The y of the first token of each segment that has some."""
     first, below = like(tile.group.first, tile.rows), tile.below
@@ -476,6 +473,8 @@ def _power_of_ticks(powers: Array, ticks: Array, group: Group) -> Array:
     return powers[count, _repeat(like(np.arange(len(group.lengths)), powers), group)]
 
 
-def _rates(decay: Any) -> list:
+def _rates(decay: Any, rows: Array) -> list:
     """What each row of a block decays by, from the last row to the first."""
-    return list(decay)[::-1] if getattr(decay, "ndim", 0) == 2 else [decay] * BLOCK
+    if getattr(decay, "ndim", 0) == 2:
+        return list(decay)[::-1]
+    return [like(np.asarray(decay), rows) if isinstance(decay, float) else decay] * BLOCK
