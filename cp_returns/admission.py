@@ -309,7 +309,7 @@ def _tokens_finite(cp: CPContext, name: str, x: Any, total: Array) -> Check:
 
 
 def _masked_rewards(cp: CPContext, x: Tensor, mask: Tensor) -> Check:
-    outside = select(x, ~as_bits(cp.take(mask)))
+    outside = select(x, ~as_bits(cut(mask, cp.layout, cp.rank)))
     bad = (outside != 0) & ~outside.isnan()
 
     def find() -> Problem | None:

@@ -3,13 +3,15 @@
 Code between `native` and `tensor` uses only what both write alike: operators, slices, `library(x).where` and the like.
 """
 
+from collections.abc import Callable
 from types import ModuleType
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
+Function = TypeVar("Function", bound=Callable)
 Array = Any
 """A numpy array on the host, a tensor on a GPU."""
 
@@ -35,6 +37,14 @@ def library(x: Array) -> ModuleType:
 def like(index: np.ndarray, x: Array) -> Array:
     """Host numbers where x is."""
     return index if isinstance(x, np.ndarray) else torch.from_numpy(index).to(x.device)
+
+
+def quiet(function: Function) -> Function:
+    """The function without numpy's warnings: what is not finite is refused by admission, or was asked for.
+
+    Each gets an `errstate` of its own, which before numpy 2 cannot be entered twice.
+    """
+    return np.errstate(over="ignore", invalid="ignore")(function)
 
 
 def zeros(n: int, x: Array) -> Array:

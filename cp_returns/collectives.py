@@ -40,10 +40,9 @@ class over:  # noqa: N801 - reads as the function it is: over(group)
 
     def __call__(self, x: Tensor) -> Tensor:
         x = x.detach().contiguous()
-        size = self.size
-        flat = x.new_empty(size * x.numel())  # gloo wants the output flat
+        flat = x.new_empty(self.size * x.numel())  # gloo wants the output flat
         _all_gather(flat, x.view(-1), self.group)
-        return flat.view(size, *x.shape)
+        return flat.view(self.size, *x.shape)
 
     def __str__(self) -> str:
         ranks = dist.get_process_group_ranks(self.group)

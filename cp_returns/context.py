@@ -11,7 +11,7 @@ from torch import Tensor
 
 from cp_returns import exchange
 from cp_returns.agreement import Facts, agree
-from cp_returns.arrays import Array, copy, library, like, native, tensor
+from cp_returns.arrays import Array, copy, library, like, native, quiet, tensor
 from cp_returns.clocks import Clock
 from cp_returns.collectives import AllGather, alone, call
 from cp_returns.errors import CPInputError
@@ -95,7 +95,7 @@ class CPContext:
         """The context of one rank that holds every whole response as one piece."""
         return CPContext(self.layout.whole(), strategy=carry, agreement="off")
 
-    @np.errstate(over="ignore", invalid="ignore")  # what is not finite is refused by admission, or asked for
+    @quiet
     def run(self, formula: Formula, inputs: Inputs, facts: Facts) -> tuple[Tensor, ...]:
         """formula(context, *inputs) by this context's strategy, after all ranks agree that their facts are well and
         equal.
@@ -155,8 +155,8 @@ class CPContext:
             here = copy(values, torch.float64)
         else:  # of the next step, where a token is none
             here = scan(values, self.segments, 0.0, tick=clock.step, dtype=torch.float64)
-        apart = self.holds_all and bootstrap is None  # nothing enters anywhere
-        heads = None if apart else _heads(here, self.segments)
+        # Where each response is whole and nothing comes after it, nothing enters anywhere.
+        heads = None if self.holds_all and bootstrap is None else _heads(here, self.segments)
         delta = reward
         g = self.spread(gamma) if isinstance(gamma, Tensor) else gamma
         _add_discounted_next(delta, here, self.segments, g, clock)

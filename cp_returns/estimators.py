@@ -19,13 +19,13 @@ from torch import Tensor
 
 from cp_returns.admission import Batch, admit
 from cp_returns.agreement import refuse
-from cp_returns.arrays import copy, native, tensor
+from cp_returns.arrays import copy, native
 from cp_returns.baselines import group_advantage
 from cp_returns.clocks import CLOCKS
 from cp_returns.collectives import AllGather, alone
 from cp_returns.context import CPContext, PerSample
 from cp_returns.errors import CPInputError
-from cp_returns.scan import as_bits, countable, select, select_in_place
+from cp_returns.scan import countable, select, select_in_place
 
 MASKED_VALUES = ("zero", "use")
 
@@ -187,9 +187,10 @@ def advantage_estimates(batch: Batch, cp: CPContext, clock: str) -> GAE:
         decays = [batch.numbers["gamma"] * lam for lam in _lambdas(batch)]
         a, *second = cp.scan_ahead(reward, values, decays, batch.numbers["gamma"], steps, batch.bootstrap)
         advantages = copy(a, batch.dtype)
-        g = native((second or [a])[0])
+        returns = (second or [a])[0]
+        g = native(returns)
         g += native(countable(values))
-        return advantages, select_in_place(tensor(g), steps.keep).to(batch.dtype)
+        return advantages, select_in_place(returns, steps.keep).to(batch.dtype)
 
     return GAE(*cp.run(formula, batch.inputs, batch.facts))
 
@@ -252,7 +253,7 @@ def baseline_advantages(
     if kl is not None:
         coef = batch.numbers["kl_coef"]
         a = a - (cp.spread(coef) if isinstance(coef, Tensor) else coef) * kl.double()
-    return select(a.to(batch.dtype), as_bits(cp.take(batch.mask)))
+    return select(a.to(batch.dtype), batch.keep)
 
 
 def group_scalars(

@@ -114,9 +114,9 @@ class Layout:
 
     def whole(self) -> "Layout":
         """The same responses in one piece each, on one rank."""
-        response, zeros = self.response_lengths, np.zeros_like(self.response_lengths)
-        cuts, total = np.stack([zeros, response], axis=1), self.total_lengths
-        return Layout(total, response, zeros[:1] * 0, cuts, 1, total, zeros, np.cumsum(total) - total, int(total.sum()))
+        total, one_rank = self.total_lengths, np.zeros(1, dtype=np.int64)
+        begin, grid_begin = np.zeros_like(total), np.cumsum(total) - total
+        return _cut(total, self.response_lengths, one_rank, total, begin, grid_begin, int(total.sum()))
 
     def token_owners(self, sample: int) -> Integers:
         """[response_length] the rank that owns each token of one sample."""

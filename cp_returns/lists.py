@@ -32,8 +32,7 @@ def pack(
     if not len(xs):
         return torch.zeros(0, device=device)
     expected = lengths.tolist()
-    tensors = all(isinstance(x, Tensor) for x in xs)
-    if not tensors or [x.shape for x in xs] != [(length,) for length in expected]:
+    if not all(isinstance(x, Tensor) for x in xs) or [x.shape for x in xs] != [(length,) for length in expected]:
         for i, (x, length) in enumerate(zip(xs, expected, strict=True)):
             if not isinstance(x, Tensor) or x.shape != (length,):
                 given = f"has shape {list(x.shape)}" if isinstance(x, Tensor) else f"is a {type(x).__name__}"

@@ -7,14 +7,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, NoReturn
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
 from cp_returns import groups, lists
 from cp_returns.admission import Batch, admit
 from cp_returns.agreement import Facts, Problem, agree, refuse
-from cp_returns.arrays import copy
+from cp_returns.arrays import copy, quiet
 from cp_returns.collectives import AllGather, Counted, alone, call
 from cp_returns.config import LAYOUTS, STRATEGIES, ReturnsConfig
 from cp_returns.context import CPContext
@@ -26,6 +25,7 @@ from cp_returns.estimators import (
     group_scalars,
     less_baseline,
 )
+from cp_returns.exchange import cut
 from cp_returns.kl import approx_kl
 from cp_returns.layout import Layout, contiguous_pack
 from cp_returns.lists import pack, per_sample
@@ -359,7 +359,7 @@ class ContextParallelReturns(nn.Module):
         freedom = population - options["ddof"]
         return apply(x, bits, merged, options), Whitening(population, mean, m2 / freedom if freedom > 0 else 0.0)
 
-    @np.errstate(over="ignore", invalid="ignore")
+    @quiet
     def _report(self, cp, where, batch, facts, told, returns, advantages, whitening) -> Returns:
         own, missing, masked, valid = facts.sums.tolist()
         kl_sum, scope, tokens = own, "cp", valid
@@ -421,7 +421,7 @@ def _approx_kl(
     for name, x in (("log_probs", a), ("ref_log_probs", b)):
         if tuple(x.shape) != (expected,):
             return None, Problem(f"shape of {name}", list(x.shape), f"[{expected}]")
-    mask = cp.take(full_mask.bool())
+    mask = cut(full_mask.bool(), cp.layout, cp.rank)
     kl = approx_kl(a, b, mask, kind=config["kl"], clamp=config.kl_clamp)
     if config.kl_clamp is not None:  # it would hide an infinite log-prob
         kl = torch.where((a.to(kl.dtype) - b.to(kl.dtype)).isfinite() | ~mask, kl, torch.nan)

@@ -20,7 +20,7 @@ import torch
 from jaxtyping import Float64, Int8, Shaped
 from torch import Tensor
 
-from cp_returns.arrays import Array, empty, library, like, native, tensor, zeros
+from cp_returns.arrays import Array, empty, library, like, native, quiet, tensor, zeros
 from cp_returns.layout import Lengths
 from cp_returns.masks import ONES, popcount
 
@@ -29,7 +29,6 @@ TILE = 8192  # blocks: 1 MiB of float64 rows stays in cache while it is worked o
 SHORT = 200  # tokens of a segment or piece, below which an index of tokens costs less than slices
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _ONE = 0x3FF0000000000000  # the bits of 1.0
-_QUIET = np.errstate(over="ignore", invalid="ignore")  # what is not finite is the callers' to refuse
 PerSegment = float | Float64[Tensor, " segments"]
 
 
@@ -156,7 +155,7 @@ class Scan:
     heads: Float64[Tensor, " segments"]
 
 
-@_QUIET
+@quiet
 def begin(
     x: Shaped[Tensor, " tokens"],
     lengths: Lengths,
@@ -178,7 +177,7 @@ def begin(
     return Scan(tiles, keep, heads)
 
 
-@_QUIET
+@quiet
 def finish(begun: Scan, entering: Float64[Tensor, " segments"] | None = None, *, dtype: torch.dtype) -> Tensor:
     """All y, with `entering` (default 0) as the y past each segment's end; rounded to dtype once. Uses it up."""
     out = empty(begun.tiles[0].group.tokens.stop if begun.tiles else 0, dtype=dtype, device=begun.heads.device)
@@ -195,7 +194,7 @@ def finish(begun: Scan, entering: Float64[Tensor, " segments"] | None = None, *,
     return out
 
 
-@_QUIET
+@quiet
 def scan(
     x: Shaped[Tensor, " tokens"],
     lengths: Lengths,

@@ -3,13 +3,12 @@
 from collections.abc import Mapping
 from typing import Any
 
-import numpy as np
 import torch
 from jaxtyping import Float64, Shaped
 from torch import Tensor
 
 from cp_returns.agreement import Check, Facts, Problem, agree, raise_together
-from cp_returns.arrays import copy, library, native, stack, tensor
+from cp_returns.arrays import copy, library, native, quiet, stack, tensor
 from cp_returns.collectives import AllGather, alone, call
 from cp_returns.scan import as_bits, result_dtype, select, select_in_place
 
@@ -83,7 +82,7 @@ def whiten(
     return apply(x, as_bits(mask), merge(messages), chosen)
 
 
-@np.errstate(over="ignore", invalid="ignore")
+@quiet
 def moments(x: Tensor, bits: Tensor, weights: Tensor | None = None) -> Float64[Tensor, "3"]:
     """(weight, mean, M2) of the valid tokens. Taken about one valid token, so a constant has M2 exactly 0 and an exact
     mean.
@@ -105,7 +104,7 @@ def moments(x: Tensor, bits: Tensor, weights: Tensor | None = None) -> Float64[T
     return tensor(stack(total, origin + shift, (d if w is None else d * w).sum()))
 
 
-@np.errstate(over="ignore", invalid="ignore")
+@quiet
 def merge(messages: Float64[Tensor, "ranks 3"]) -> Float64[Tensor, "3"]:
     """(weight, mean, M2) of all ranks (Chan et al.), about the mean of the heaviest rank: equal means merge to
     themselves.
@@ -119,7 +118,7 @@ def merge(messages: Float64[Tensor, "ranks 3"]) -> Float64[Tensor, "3"]:
     return tensor(stack(total, origin + shift, m2.sum() + (weight * lib.square(d - shift)).sum()))
 
 
-@np.errstate(over="ignore", invalid="ignore")
+@quiet
 def apply(x: Tensor, bits: Tensor, merged: Float64[Tensor, "3"], options: Mapping[str, Any]) -> Tensor:
     """Whiten this rank's tokens by the moments of all."""
     x64 = copy(x.detach(), torch.float64)

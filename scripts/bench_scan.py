@@ -253,6 +253,7 @@ def per_token(part: str, what: str, seconds: list[float], tokens: int, target=No
 
 
 def call_of(fn: Callable[[Tensor, list[int]], Tensor], name: str, lengths: list[int]) -> Callable[[], Tensor]:
+    """fn on a batch that is made where this runs: in the child whose memory is measured."""
     return partial(fn, Batch(name, lengths).x, lengths)
 
 
