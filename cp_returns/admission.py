@@ -5,9 +5,8 @@ Nothing raises here: the first problem of a rank becomes part of its facts, and 
 """
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -16,11 +15,12 @@ from torch import Tensor
 
 from cp_returns.agreement import Check, Facts, Problem, check_samples
 from cp_returns.arrays import Array, library, like, native, stack, tensor
-from cp_returns.clocks import Clock, clock
-from cp_returns.context import CPContext, Inputs, PerSample, Reward
+from cp_returns.clocks import CLOCKS, Clock, valid_steps
+from cp_returns.context import CPContext, Formula, Inputs, PerSample, Reward
 from cp_returns.exchange import cut
+from cp_returns.layout import Layout
 from cp_returns.masks import Prefix
-from cp_returns.scan import as_bits, result_dtype, select, select_in_place
+from cp_returns.scan import as_bits, pick, put, result_dtype, select, select_in_place
 
 _FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 _DTYPES = (*_FLOATS, torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
@@ -34,27 +34,35 @@ class Batch:
     """
 
     facts: Facts  # their sums: the KL at valid tokens, missing rewards, masked samples, valid tokens
-    inputs: Inputs  # per-token, selected by the mask
+    layout: Layout  # of the steps of the clock: of all tokens, or of the valid ones alone
+    clock: Clock
+    inputs: Inputs  # per-token, of this rank's steps, selected by the mask
     numbers: Mapping[str, PerSample]  # gamma, lam, kl_coef, ..: a float or float64 [samples]
     mask: Bool[Tensor, " full"]  # tokens that count: the loss mask of the samples that count
     rewards: Float64[Tensor, " samples"]
     counted: Bool[Tensor, " samples"]  # not left out by sample_mask or a missing reward
     missing: Bool[Tensor, " samples"]  # a NaN reward
     bootstrap: Float64[Tensor, " samples"] | None
-    prefix: Prefix  # of the mask
     valid_counts: Int64[Tensor, " samples"]  # valid tokens of each whole response
-    last_valid: Int64[Tensor, " samples"]  # the last of them, -1 where there is none
+    last_valid: Int64[Tensor, " samples"]  # which step is the last of them, -1 where there is none
     here: Bool[Tensor, " local"]  # this rank's part of the mask
     keep: Int8[Tensor, " local"]  # the same as bits
+    all_steps: bool = True  # masked tokens are steps too
 
     @property
     def dtype(self) -> torch.dtype:
         return result_dtype(*(x for x in self.inputs if x is not None))
 
-    def clock(self, cp: CPContext, kind: str) -> Clock:
-        """The steps and ticks of the tokens that a formula sees: this rank's, or those of whole responses."""
-        keep = as_bits(self.mask) if cp.holds_all and len(self.mask) > len(self.keep) else self.keep
-        return clock(cp.layout, cp.rank, self.prefix, kind, keep)
+    def run(self, cp: CPContext, formula: Formula) -> tuple[Tensor, ...]:
+        """The formula on the steps of the clock, by the strategy of `cp`; 0 at tokens that are none."""
+        outs = replace(cp, layout=self.layout).run(formula, self.inputs, self.facts)
+        return outs if self.all_steps else tuple(put(out, self.here) for out in outs)
+
+    def output(self, cp: CPContext) -> Int8[Tensor, " steps"] | None:
+        """Which of the steps that a formula sees give an output, this rank's or those of whole responses; None: all."""
+        if not self.all_steps:
+            return None
+        return as_bits(self.mask) if cp.holds_all and len(self.mask) > len(self.keep) else self.keep
 
     def reward(self, cp: CPContext, kl: Tensor | None, token_rewards: Tensor | None) -> Reward:
         """r_j = -kl_coef * kl_j + token_reward_j on valid tokens, and the scalar reward at the last valid token."""
@@ -77,6 +85,7 @@ def admit(
     *,
     tokens: Mapping[str, Tensor | None],
     numbers: Mapping[str, object],
+    clock: str = "token",
     choices: Mapping[str, tuple[object, tuple]] | None = None,
     samples: Mapping[str, Tensor | None] | None = None,
     sample_mask: Tensor | None = None,
@@ -88,18 +97,20 @@ def admit(
     """Check the input of one call; what is wrong is in the facts of the batch.
 
     tokens: this rank's packed per-token inputs by name, None where absent. numbers: gamma and lam (in [0, 1]) and
-    kl_coef, each a float, a 0-dim tensor or one per sample. choices: settings that are one of a few words. samples:
-    more [N] inputs to compare. required: those of tokens and samples that must not be None. unselected: tokens that
-    are used at masked positions too. owned: the tokens are the caller's copies, which may be written over.
+    kl_coef, each a float, a 0-dim tensor or one per sample. clock: see `clocks`. choices: settings that are one of a
+    few words. samples: more [N] inputs to compare. required: those of tokens and samples that must not be None.
+    unselected: tokens that are used at masked positions too, on the token clock. owned: the tokens are the caller's
+    copies, which may be written over.
     """
-    choices, samples = choices or {}, samples or {}
+    choices, samples = {"clock": (clock, CLOCKS), **(choices or {})}, samples or {}
     settings, lengths = _settings_and_lengths(cp, tokens, numbers, choices, nonfinite)
     problem = _first_problem(
         cp, full_mask, rewards, tokens, numbers, choices, samples, sample_mask, required, nonfinite
     )
     if problem is not None:
         known = [x.device for x in (full_mask, rewards, *tokens.values()) if isinstance(x, Tensor)]
-        return _refused(Facts(settings, lengths, problem=problem), known[0] if known else torch.device("cpu"))
+        device = known[0] if known else torch.device("cpu")
+        return _refused(Facts(settings, lengths, problem=problem), cp.layout, device)
     layout, device = cp.layout, full_mask.device
     loss_mask, checks = _mask(full_mask.detach(), layout)
     data = {"loss_mask": loss_mask}
@@ -133,24 +144,35 @@ def admit(
         bootstrap = torch.where(bootstrap.isfinite(), bootstrap, 0.0)
     here = cut(mask, layout, cp.rank)
     keep = as_bits(here)
-    bits = dict.fromkeys(tokens, keep) | {name: as_bits(cp.spread(tensor(kept))) for name in unselected}
     token_rewards = tokens.get("token_rewards")
     if token_rewards is not None:
-        checks.append(_masked_rewards(cp, token_rewards.detach(), loss_mask))
-    keep_only = select_in_place if owned else select
-    inputs = {name: None if y is None else keep_only(y.detach(), bits[name]) for name, y in tokens.items()}
+        own = here if mask is loss_mask else cut(loss_mask, layout, cp.rank)
+        checks.append(_masked_rewards(cp, token_rewards.detach(), as_bits(own)))
+    prefix, starts, ends = Prefix(mask), like(layout.starts, x), like(layout.starts + layout.response_lengths, x)
+    if clock == "token":
+        steps, ticks = layout, Clock()
+        keep_only = select_in_place if owned else select
+        bits = dict.fromkeys(tokens, keep) | {name: as_bits(cp.spread(tensor(kept))) for name in unselected}
+        inputs = {name: None if y is None else keep_only(y.detach(), bits[name]) for name, y in tokens.items()}
+        upto = prefix.before(ends)
+        counts = lib.diff(upto, prepend=upto[:1] * 0)
+        last = lib.where(counts > 0, prefix.place(upto) - starts, -1)
+    else:
+        steps, ticks = valid_steps(layout, prefix, clock)
+        inputs = {name: None if y is None else pick(y.detach(), here) for name, y in tokens.items()}
+        counts = like(steps.response_lengths, x)
+        last = counts - 1
     totals = {name: _total(y) for name, y in inputs.items() if y is not None}  # at this rank's valid tokens
     if nonfinite == "error":
-        checks += [_tokens_finite(cp, name, y, totals[name]) for name, y in inputs.items() if _can_be_infinite(y)]
-    prefix = Prefix(mask)
-    starts = like(layout.starts, x)
-    upto = prefix.before(starts + like(layout.response_lengths, x))
-    counts = lib.diff(upto, prepend=upto[:1] * 0)
-    last = lib.where(counts > 0, prefix.place(upto) - starts, -1)
+        place = (lambda y: y) if clock == "token" else (lambda y: put(y, here))
+        floats = {name: y for name, y in inputs.items() if y is not None and y.dtype in _FLOATS}
+        checks += [_tokens_finite(cp, name, y, totals[name], place) for name, y in floats.items()]
     sums = stack(totals.get("kl", 0.0), missing.sum(), (counts == 0).sum(), counts.sum())
     facts = Facts(settings, lengths, data, checks=checks, sums=sums)
     return Batch(
         facts,
+        steps,
+        ticks,
         tuple(inputs.values()),
         values,
         mask,
@@ -158,11 +180,11 @@ def admit(
         tensor(kept),
         tensor(missing),
         bootstrap,
-        prefix,
         tensor(counts),
         tensor(last),
         here,
         keep,
+        all_steps=clock == "token",
     )
 
 
@@ -182,11 +204,12 @@ def _settings_and_lengths(cp: CPContext, tokens, numbers, choices, nonfinite: st
     return settings, lengths
 
 
-def _refused(facts: Facts, device: torch.device) -> Batch:
+def _refused(facts: Facts, layout: Layout, device: torch.device) -> Batch:
     none = torch.zeros(0, dtype=torch.bool, device=device)
-    numbers = none.double()
-    integers, bits = none.long(), as_bits(none)
-    return Batch(facts, (), {}, none, numbers, none, none, None, Prefix(none), integers, integers, none, bits)
+    numbers, integers = none.double(), none.long()
+    return Batch(
+        facts, layout, Clock(), (), {}, none, numbers, none, none, None, integers, integers, none, as_bits(none)
+    )
 
 
 _UNBOUNDED = ("kl_coef",)
@@ -293,23 +316,19 @@ def _total(x: Tensor) -> Array:
     return total if x.is_cuda or np.isfinite(total) else native(x.sum(dtype=torch.float64))
 
 
-def _can_be_infinite(x: Tensor | None) -> bool:
-    return x is not None and x.dtype in _FLOATS
-
-
-def _tokens_finite(cp: CPContext, name: str, x: Any, total: Array) -> Check:
+def _tokens_finite(cp: CPContext, name: str, x: Tensor, total: Array, place: Callable[[Tensor], Tensor]) -> Check:
     """NaN and inf at valid tokens. The sum is the cheap test: they never leave it finite. If it overflows, `find`
-    knows better.
+    knows better. place: from the steps, which x holds, to all tokens.
     """
 
     def find() -> Problem | None:
-        return _locate_local(cp, name, x, ~x.isfinite(), "a finite number at a valid token")
+        return _locate_local(cp, name, place(x), place(~x.isfinite()), "a finite number at a valid token")
 
     return Check(~library(total).isfinite(total), find)
 
 
-def _masked_rewards(cp: CPContext, x: Tensor, mask: Tensor) -> Check:
-    outside = select(x, ~as_bits(cut(mask, cp.layout, cp.rank)))
+def _masked_rewards(cp: CPContext, x: Tensor, bits: Int8[Tensor, " local"]) -> Check:
+    outside = select(x, ~bits)
     bad = (outside != 0) & ~outside.isnan()
 
     def find() -> Problem | None:

@@ -3,103 +3,74 @@
 token      every response token is a step, and ticks                     REINFORCE++ of slime and OpenRLHF
 trainable  valid tokens are steps, and tick                              GAE of verl, NeMo-RL and miles
 turn       valid tokens are steps; the last of a run of them ticks       one discount a turn
+
+Where only valid tokens are steps, the others are left out of the pack before anything is exchanged or summed: the
+trainable clock is the token clock of what is left. How many are left is read on the host, from a GPU too.
 """
 
 from dataclasses import dataclass
-from functools import cached_property
 
 import numpy as np
-import torch
-from jaxtyping import Int8
-from torch import Tensor
 
-from cp_returns.arrays import Array, library, like, native, tensor
-from cp_returns.exchange import cut
 from cp_returns.layout import Layout
 from cp_returns.masks import Prefix, turn_ends
-from cp_returns.scan import as_bits
+from cp_returns.scan import Odd, PerSegment, places
 
 CLOCKS = ("token", "trainable", "turn")
 
 
-def clock(layout: Layout, rank: int, full_mask: Prefix, kind: str, keep: Int8[Tensor, " local"]) -> "Clock":
-    """One rank's clock; `keep` is its own part of the mask."""
-    if kind == "token":
-        return Clock(layout, rank, full_mask, keep)
-    if kind == "trainable":
-        return Clock(layout, rank, full_mask, keep, keep, keep, full_mask)
-    full_tick = turn_ends(full_mask.mask, layout.response_lengths)
-    return Clock(layout, rank, full_mask, keep, keep, as_bits(cut(full_tick, layout, rank)), Prefix(full_tick))
-
-
 @dataclass(frozen=True)
 class Clock:
-    """`keep`: this rank's valid tokens. `step` and `tick`: its steps and ticks, None for every token.
+    """When the decay applies between a step and the next: always, or at the end of a turn only.
 
-    Of each piece of each sample, on any rank, the counts are known from layout and mask alone: [N, K] arrays.
+    turns: where turns end in the pack of all steps, ascending host integers; None: every step ticks. The layouts are
+    those of the steps.
     """
 
-    layout: Layout
-    rank: int
-    full_mask: Prefix
-    keep: Int8[Tensor, " local"]
-    step: Int8[Tensor, " local"] | None = None
-    tick: Int8[Tensor, " local"] | None = None
-    full_tick: Prefix | None = None
+    turns: np.ndarray | None = None
 
-    @cached_property
-    def _cuts(self) -> Array:
-        """[N, K + 1] the cuts in the full pack."""
-        return like(self.layout.cuts + self.layout.starts[:, None], native(self.keep))
-
-    @cached_property
-    def _valid(self) -> Array:
-        """[N, K] valid tokens of each piece."""
-        return self._counts(self.full_mask)
-
-    def _counts(self, prefix: Prefix) -> Array:
-        upto = prefix.before(self._cuts.reshape(-1)).reshape(self._cuts.shape)
-        return upto[:, 1:] - upto[:, :-1]
-
-    @cached_property
-    def ticks(self) -> Array:
+    def ticks(self, layout: Layout) -> np.ndarray:
         """[N, K] how often the decay applies within each piece, its last step included."""
-        if self.full_tick is None:
-            return self._lengths
-        return self._valid if self.full_tick is self.full_mask else self._counts(self.full_tick)
+        if self.turns is None:
+            return layout.piece_lengths
+        return np.diff(np.searchsorted(self.turns, _bounds(layout)))
 
-    @property
-    def _lengths(self) -> Array:
-        return self._cuts[:, 1:] - self._cuts[:, :-1]
-
-    @cached_property
-    def has_step(self) -> Array:
-        """[N, K] does the piece hold a step?"""
-        return (self._lengths if self.step is None else self._valid) > 0
-
-    @cached_property
-    def last_tick(self) -> Array:
+    def last_ticks(self, layout: Layout) -> np.ndarray:
         """[N, K] 1 where the decay applies after the piece's last step; 0 without a step."""
-        if self.full_tick is None or self.full_tick is self.full_mask:
-            return self.has_step * 1
-        before = self.full_mask.before(self._cuts[:, 1:].reshape(-1))
-        last = self.full_mask.place(before)
-        ticks = self.full_tick.before(last + 1) - self.full_tick.before(last)
-        return ticks.reshape(self.has_step.shape) * self.has_step
+        some = layout.piece_lengths > 0
+        if self.turns is None:
+            return some * 1
+        ends = _bounds(layout)[:, 1:]
+        return (np.searchsorted(self.turns, ends) - np.searchsorted(self.turns, ends - 1)) * some
 
-    @cached_property
-    def inner_tick(self) -> Int8[Tensor, " local"]:
-        """The ticks without those of each piece's last step: what enters the piece there has been decayed already."""
-        lengths = self.layout.piece_lengths[:, self.layout.pieces(self.rank)].ravel()
-        lengths = lengths[lengths > 0]
-        ends = like(np.cumsum(lengths), native(self.keep))
-        starts = ends - like(lengths, native(self.keep))
-        if self.step is None or self.tick is None:
-            ticks, last = torch.full_like(self.keep, -1), ends - 1
-        else:
-            prefix, ticks = Prefix(self.keep.bool()), self.tick.clone()
-            before = prefix.before(ends)
-            some = before > prefix.before(starts)
-            # A piece without steps has no tick either: its first token changes nothing.
-            last = library(ends).where(some, prefix.place(before), starts)
-        return ticks.index_fill_(0, tensor(last), 0)
+    def decays(
+        self, decay: PerSegment, layout: Layout, rank: int, *, inner: bool = False
+    ) -> tuple[PerSegment, Odd | None]:
+        """(decay, odd) of this rank's steps, for the scan. inner: without that of a piece's last step, where what
+        enters has been decayed already.
+        """
+        pieces = layout.pieces(rank)
+        lengths = layout.piece_lengths[:, pieces].ravel()
+        ends = np.cumsum(lengths)
+        if self.turns is None:
+            return decay, (ends[lengths > 0] - 1, 1.0) if inner else None
+        first = _bounds(layout)[:, pieces].ravel()
+        low = np.searchsorted(self.turns, first)
+        count = np.searchsorted(self.turns, first + lengths - inner * (lengths > 0)) - low
+        nth = np.arange(count.sum()) + np.repeat(low - (np.cumsum(count) - count), count)
+        return 1.0, (self.turns[nth] - np.repeat(first - (ends - lengths), count), decay)
+
+
+def _bounds(layout: Layout) -> np.ndarray:
+    """[N, K + 1] the cuts in the full pack."""
+    return layout.cuts + layout.starts[:, None]
+
+
+def valid_steps(layout: Layout, full_mask: Prefix, kind: str) -> tuple[Layout, Clock]:
+    """The layout of the valid tokens alone, and their clock (trainable or turn)."""
+    cuts = _bounds(layout)
+    upto = full_mask.on_host(cuts.ravel()).reshape(cuts.shape)
+    steps = layout.of_steps(upto - upto[:, :1])
+    if kind == "trainable":
+        return steps, Clock()
+    return steps, Clock(full_mask.on_host(places(turn_ends(full_mask.mask, layout.response_lengths))))

@@ -16,7 +16,7 @@ from cp_returns.clocks import Clock
 from cp_returns.collectives import AllGather, alone, call
 from cp_returns.errors import CPInputError
 from cp_returns.layout import Layout
-from cp_returns.scan import begin, countable, finish, scan, select_in_place
+from cp_returns.scan import Odd, PerSegment, begin, countable, finish, scan, select_in_place
 
 Formula = Callable[..., tuple[Tensor, ...]]
 Inputs = tuple[Tensor | None, ...]
@@ -58,7 +58,8 @@ class CPContext:
 
     layout: who owns which token. rank: this rank. all_gather: over the group, in rank order; default one rank.
     strategy: `gather` (default, bit-exact) or `carry` (one small message). agreement: "full" compares all input first,
-    "off" trusts the caller and reads nothing back from a GPU. settings: anything else that all ranks must hold alike.
+    "off" trusts the caller and, on the token clock, reads nothing back from a GPU. settings: anything else that all
+    ranks must hold alike.
     """
 
     layout: Layout
@@ -114,19 +115,26 @@ class CPContext:
         known = [x for x in (*inputs, *facts.data.values()) if isinstance(x, Tensor)]
         return known[0].device if known else torch.device("cpu")
 
-    def scan(self, reward: "Reward", decay: PerSample, clock: Clock, *, dtype: torch.dtype) -> Shaped[Tensor, " local"]:
-        """y_j = x_j + decay^tick_j * y_next over the steps of the clock, through all pieces of all ranks."""
-        how = {
-            "scale": self.by_segment(reward.scale),
-            "impulse": reward.terminal,
-            "keep": clock.keep,
-            "tick": clock.tick,
-        }
+    def scan(
+        self,
+        reward: "Reward",
+        decay: PerSample,
+        clock: Clock,
+        keep: Int8[Tensor, " local"] | None,
+        *,
+        dtype: torch.dtype,
+    ) -> Shaped[Tensor, " local"]:
+        """y_j = x_j + decay^tick_j * y_next over the steps of the clock, through all pieces of all ranks.
+
+        `keep` selects the output, by bits; None keeps all.
+        """
+        rate, odd = clock.decays(self.by_segment(decay), self.layout, self.rank)
+        how = {"scale": self.by_segment(reward.scale), "impulse": reward.terminal, "odd": odd, "keep": keep}
         if self.holds_all:
-            return scan(reward.dense, self.segments, self.by_segment(decay), dtype=dtype, **how)
-        begun = begin(reward.dense, self.segments, self.by_segment(decay), **how)
+            return scan(reward.dense, self.segments, rate, dtype=dtype, **how)
+        begun = begin(reward.dense, self.segments, rate, **how)
         (first,) = self.exchange([begun.heads])
-        gain = exchange.power(decay, clock.ticks)
+        gain = exchange.power(decay, like(clock.ticks(self.layout), first))
         entering = tensor(exchange.chain(first, gain))
         return finish(begun, entering[:, self.own].reshape(-1), dtype=dtype)
 
@@ -143,47 +151,49 @@ class CPContext:
         gamma: PerSample,
         clock: Clock,
         bootstrap: "Float64[Tensor, ' samples'] | None",
+        keep: Int8[Tensor, " local"] | None,
     ) -> list[Float64[Tensor, " local"]]:
         """For each decay, y_j = r_j + gamma^tick_j * V_next - V_j + decay^tick_j * y_next over the steps of the clock.
 
         V_next is the value of the next step, or the bootstrap after the last one. One exchange serves all decays: a
         piece looks ahead to 0, and what its last step misses, decay^tick * y_next + gamma^tick * V_next, is linear and
-        arrives as one number. Uses the reward up.
+        arrives as one number. Uses the reward up. `keep` as in `scan`.
         """
-        values = countable(values)
-        if clock.step is None:
-            here = copy(values, torch.float64)
-        else:  # of the next step, where a token is none
-            here = scan(values, self.segments, 0.0, tick=clock.step, dtype=torch.float64)
+        values, layout = countable(values), self.layout
+        following = copy(values, torch.float64)
         # Where each response is whole and nothing comes after it, nothing enters anywhere.
-        heads = None if self.holds_all and bootstrap is None else _heads(here, self.segments)
-        delta = reward
-        g = self.spread(gamma) if isinstance(gamma, Tensor) else gamma
-        _add_discounted_next(delta, here, self.segments, g, clock)
-        difference = native(delta)
-        difference -= native(values)
-        select_in_place(delta, clock.step)
+        heads = None if self.holds_all and bootstrap is None else _heads(following, self.segments)
         own = [self.by_segment(decay) for decay in decays]
+        _discount(following, self.segments, *clock.decays(self.by_segment(gamma), layout, self.rank))
+        delta = native(reward)
+        delta[:-1] += native(following)[1:]
+        delta -= native(values)
+        del following
         if heads is None:
-            how = {"keep": clock.keep, "tick": clock.tick, "dtype": torch.float64}
-            return [scan(delta, self.segments, decay, **how) for decay in own]
-        begun = [begin(delta, self.segments, decay, keep=clock.keep, tick=clock.inner_tick) for decay in own]
+            how = {"keep": keep, "dtype": torch.float64}
+            rates = [clock.decays(decay, layout, self.rank) for decay in own]
+            return [scan(reward, self.segments, rate, odd=odd, **how) for rate, odd in rates]
+        rates = [clock.decays(decay, layout, self.rank, inner=True) for decay in own]
+        begun = [begin(reward, self.segments, rate, odd=odd, keep=keep) for rate, odd in rates]
         firsts = [one.heads for one in begun] + [heads]
         *first, value = [native(x)[:, None] for x in firsts] if self.holds_all else self.exchange(firsts)
         end = (
-            torch.zeros(self.layout.num_samples, dtype=torch.float64, device=values.device)
+            torch.zeros(layout.num_samples, dtype=torch.float64, device=values.device)
             if bootstrap is None
             else bootstrap
+        )
+        has_step, ticks, last = (
+            like(x, value) for x in (layout.piece_lengths > 0, clock.ticks(layout), clock.last_ticks(layout))
         )
         outs = []
         for one, decay, y in zip(begun, decays, first, strict=True):
             entering = exchange.chain_ahead(
                 y,
                 value,
-                clock.has_step,
-                exchange.power(decay, clock.ticks - clock.last_tick),
-                exchange.power(decay, clock.last_tick),
-                exchange.power(gamma, clock.last_tick),
+                has_step,
+                exchange.power(decay, ticks - last),
+                exchange.power(decay, last),
+                exchange.power(gamma, last),
                 native(end),
             )
             outs.append(finish(one, tensor(entering)[:, self.own].reshape(-1), dtype=torch.float64))
@@ -240,7 +250,7 @@ class Reward:
     scale: PerSample = 1.0
     terminal: tuple[Tensor, Tensor] | None = None
 
-    def tokens(self, cp: CPContext, keep: Int8[Tensor, " local"]) -> Float64[Tensor, " local"]:
+    def tokens(self, cp: CPContext, keep: Int8[Tensor, " local"] | None) -> Float64[Tensor, " local"]:
         """Written out in float64, for a formula that needs it token by token."""
         scale = (
             cp.spread(self.scale.to(torch.float64))
@@ -259,16 +269,19 @@ class Reward:
         return tokens
 
 
-def _add_discounted_next(x: Tensor, value: Tensor, segments: np.ndarray, gamma: PerSample, clock: Clock) -> None:
-    """x_j += gamma^tick_j * value_{j+1}, 0 past a segment's end; at steps. In place, and uses the value up."""
+def _discount(values: Tensor, segments: np.ndarray, decay: PerSegment, odd: Odd | None) -> None:
+    """values_{j+1} becomes what token j sees of it, decay_j * values_{j+1}; 0 past a segment's end. In place."""
     starts = (np.cumsum(segments) - segments)[segments > 0]
-    value.index_fill_(0, torch.from_numpy(starts).to(x.device), 0.0)
-    if clock.tick is None or clock.tick is clock.step:
-        value *= gamma
-        x[:-1] += value[1:]
-    else:
-        discounted = value[1:] * (gamma[1:] if isinstance(gamma, Tensor) else gamma)
-        x[:-1] += torch.where(clock.tick[:-1].bool(), discounted, value[1:])
+    values.index_fill_(0, torch.from_numpy(starts).to(values.device), 0.0)
+    each = lambda x: x.repeat_interleave(torch.from_numpy(segments).to(x.device), output_size=len(values))
+    if isinstance(decay, Tensor):
+        values *= each(decay)
+    elif decay != 1.0:
+        values *= decay
+    if odd is not None:
+        places, rate = odd
+        at = torch.from_numpy(places[places + 1 < len(values)]).to(values.device) + 1
+        values[at] *= each(rate)[at] if isinstance(rate, Tensor) else rate
 
 
 def _heads(x: Tensor, segments: np.ndarray) -> Tensor:

@@ -21,7 +21,6 @@ from cp_returns.admission import Batch, admit
 from cp_returns.agreement import refuse
 from cp_returns.arrays import copy, native
 from cp_returns.baselines import group_advantage
-from cp_returns.clocks import CLOCKS
 from cp_returns.collectives import AllGather, alone
 from cp_returns.context import CPContext, PerSample
 from cp_returns.errors import CPInputError
@@ -59,22 +58,22 @@ def reinforce_plus_plus(
         rewards,
         tokens={"kl": kl, "token_rewards": token_rewards},
         numbers={"gamma": gamma, "kl_coef": kl_coef},
-        choices={"clock": (clock, CLOCKS)},
+        clock=clock,
         sample_mask=sample_mask,
         nonfinite=nonfinite,
     )
 
-    return discounted_returns(batch, cp, clock)
+    return discounted_returns(batch, cp)
 
 
-def discounted_returns(batch: Batch, cp: CPContext, clock: str) -> Shaped[Tensor, " local"]:
+def discounted_returns(batch: Batch, cp: CPContext) -> Shaped[Tensor, " local"]:
     """G_j = r_j + gamma^tick_j * G_{j+1} of an admitted batch of kl and token_rewards."""
 
     def formula(cp: CPContext, kl, token_rewards):
         reward = batch.reward(cp, kl, token_rewards)
-        return (cp.scan(reward, batch.numbers["gamma"], batch.clock(cp, clock), dtype=batch.dtype),)
+        return (cp.scan(reward, batch.numbers["gamma"], batch.clock, batch.output(cp), dtype=batch.dtype),)
 
-    (returns,) = cp.run(formula, batch.inputs, batch.facts)
+    (returns,) = batch.run(cp, formula)
     return returns
 
 
@@ -111,7 +110,7 @@ def remax(
         sample_mask=sample_mask,
         nonfinite=nonfinite,
     )
-    return discounted_returns(batch, cp, "token")
+    return discounted_returns(batch, cp)
 
 
 def less_baseline(rewards: Tensor | None, baselines: Tensor) -> Float64[Tensor, " samples"]:
@@ -167,7 +166,8 @@ def gae(
         numbers={"gamma": gamma, "lam": lam, "kl_coef": kl_coef}
         | ({} if lam_value is None else {"lam_value": lam_value})
         | ({} if lam_alpha is None else {"lam_alpha": lam_alpha}),
-        choices={"clock": (clock, CLOCKS), "masked_values": (masked_values, MASKED_VALUES)},
+        clock=clock,
+        choices={"masked_values": (masked_values, MASKED_VALUES)},
         samples={"bootstrap": bootstrap},
         required=("values",),
         sample_mask=sample_mask,
@@ -175,24 +175,24 @@ def gae(
         nonfinite=nonfinite,
     )
 
-    return advantage_estimates(batch, cp, clock)
+    return advantage_estimates(batch, cp)
 
 
-def advantage_estimates(batch: Batch, cp: CPContext, clock: str) -> GAE:
+def advantage_estimates(batch: Batch, cp: CPContext) -> GAE:
     """A_j = delta_j + (gamma * lam)^tick_j * A_next of an admitted batch of kl, values and token_rewards."""
 
     def formula(cp: CPContext, kl, values, token_rewards):
-        steps = batch.clock(cp, clock)
-        reward = batch.reward(cp, kl, token_rewards).tokens(cp, steps.keep)
-        decays = [batch.numbers["gamma"] * lam for lam in _lambdas(batch)]
-        a, *second = cp.scan_ahead(reward, values, decays, batch.numbers["gamma"], steps, batch.bootstrap)
+        keep, gamma = batch.output(cp), batch.numbers["gamma"]
+        reward = batch.reward(cp, kl, token_rewards).tokens(cp, keep)
+        decays = [gamma * lam for lam in _lambdas(batch)]
+        a, *second = cp.scan_ahead(reward, values, decays, gamma, batch.clock, batch.bootstrap, keep)
         advantages = copy(a, batch.dtype)
         returns = (second or [a])[0]
         g = native(returns)
         g += native(countable(values))
-        return advantages, select_in_place(returns, steps.keep).to(batch.dtype)
+        return advantages, select_in_place(returns, keep).to(batch.dtype)
 
-    return GAE(*cp.run(formula, batch.inputs, batch.facts))
+    return GAE(*batch.run(cp, formula))
 
 
 def _lambdas(batch: Batch) -> list[PerSample]:

@@ -12,7 +12,7 @@ that every rank gets a cheap and a dear piece of causal attention. Contiguous la
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
@@ -117,6 +117,10 @@ class Layout:
         total, one_rank = self.total_lengths, np.zeros(1, dtype=np.int64)
         begin, grid_begin = np.zeros_like(total), np.cumsum(total) - total
         return _cut(total, self.response_lengths, one_rank, total, begin, grid_begin, int(total.sum()))
+
+    def of_steps(self, cuts: Integers) -> "Layout":
+        """The layout of some of the tokens alone, of which `cuts` [N, K + 1] lie before each cut of their response."""
+        return replace(self, response_lengths=cuts[:, -1], cuts=cuts)
 
     def token_owners(self, sample: int) -> Integers:
         """[response_length] the rank that owns each token of one sample."""

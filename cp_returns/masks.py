@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from cp_returns.arrays import Array, library, like, native, zeros
+from cp_returns.arrays import Array, library, like, native, tensor, zeros
 
 _WORDS = 16
 _LINE = 8 * _WORDS  # tokens; few enough that the bytes of a line's words add up without a carry
@@ -44,6 +44,10 @@ class Prefix:
         """How many valid tokens lie before each position 0 .. len(mask)."""
         line, ahead = position // _LINE, like(_AHEAD, position)[position % _LINE]
         return self._counts[line] + popcount(_sum_words(self._at(line) & ahead))
+
+    def on_host(self, position: np.ndarray) -> np.ndarray:
+        """`before`, host numbers in and out."""
+        return tensor(self.before(like(position, native(self.mask)))).cpu().numpy()
 
     def place(self, rank: Array) -> Array:
         """Where the rank-th valid token lies, counted from 1; any position for rank 0."""

@@ -313,6 +313,7 @@ class ContextParallelReturns(nn.Module):
             rewards,
             tokens={name: tokens[name] for name in _formula_inputs(config)},
             numbers=numbers,
+            clock=config["clock"] or "token",
             samples={name: samples[name] for name in ("group_ids", "bootstrap")},
             sample_mask=samples["sample_mask"],
             unselected=("values",) if config["masked_values"] == "use" else (),
@@ -327,14 +328,14 @@ class ContextParallelReturns(nn.Module):
         config = self.config
         ids, options = samples["group_ids"], config.group_options()
         if config.estimator == "gae":
-            out = advantage_estimates(batch, cp, config["clock"])
+            out = advantage_estimates(batch, cp)
             return out.returns, out.advantages
         if config.estimator in ("reinforce_plus_plus", "remax"):
             if config["group_center"] is not None:  # the group's advantage is the reward
                 scalars = group_scalars(batch, cp, ids, all_gather=dp, **options)
                 batch = replace(batch, rewards=scalars.double())
                 cp = replace(cp, agreement="off")  # done by the line above
-            returns = discounted_returns(batch, cp, config["clock"] or "token")
+            returns = discounted_returns(batch, cp)
         else:
             returns = baseline_advantages(batch, cp, ids, all_gather=dp, **options)
         return returns, copy(returns)

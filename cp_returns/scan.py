@@ -7,6 +7,9 @@ elementwise call serves one row of every block of every segment. 15 row steps sc
 the tokens) are chained by doubling; the value that enters each block then runs through its 16 rows. Only elementwise
 IEEE multiplies and adds, never a matmul or a fused multiply-add: a segment's bits depend on nothing but its own tokens.
 
+A segment has one decay. Where some tokens have another (the ends of turns), the few blocks that hold them are done
+apart. Tokens that are no steps are taken out before (`pick`) and put back behind (`put`).
+
 The accumulation is float64 and is rounded once, at the end.
 """
 
@@ -17,19 +20,20 @@ from typing import Any
 
 import numpy as np
 import torch
-from jaxtyping import Float64, Int8, Shaped
+from jaxtyping import Bool, Float64, Int8, Shaped
 from torch import Tensor
 
 from cp_returns.arrays import Array, empty, library, like, native, quiet, tensor, zeros
 from cp_returns.layout import Lengths
-from cp_returns.masks import ONES, popcount
+from cp_returns.masks import Prefix
 
 BLOCK = 16
 TILE = 8192  # blocks: 1 MiB of float64 rows stays in cache while it is worked on
 SHORT = 200  # tokens of a segment or piece, below which an index of tokens costs less than slices
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-_ONE = 0x3FF0000000000000  # the bits of 1.0
 PerSegment = float | Float64[Tensor, " segments"]
+Odd = tuple[np.ndarray, PerSegment]
+"""Ascending places in the pack, on the host, and the decay at these tokens."""
 
 
 def reverse_scan(
@@ -55,9 +59,15 @@ def reverse_scan(
         if decay.shape not in ((), (len(lengths),)):
             raise ValueError(f"decay has shape {list(decay.shape)}; expected [] or [{len(lengths)}], one a segment")
         decay = decay.detach().double().expand(len(lengths))
-    steps = None if step is None else as_bits(step)
-    ticks = steps if tick is None else as_bits(tick)
-    return scan(x.detach(), lengths, decay, step=steps, keep=steps, tick=ticks, dtype=result_dtype(x))
+    x, steps = x.detach(), None if step is None else step.detach().bool()
+    ticks = None if tick is None else places(tick.detach().bool() if steps is None else tick.detach().bool() & steps)
+    if steps is not None:
+        x, before = pick(x, steps), Prefix(steps).on_host
+        lengths = np.diff(before(np.cumsum(lengths, dtype=np.int64)), prepend=0)
+        ticks = None if ticks is None else before(ticks)
+    rate, odd = (decay, None) if ticks is None else (1.0, (ticks, decay))
+    y = scan(x, lengths, rate, odd=odd, dtype=result_dtype(x))
+    return y if steps is None else put(y, steps)
 
 
 def countable(x: Tensor) -> Tensor:
@@ -88,6 +98,26 @@ def select_in_place(x: Tensor, bits: Int8[Tensor, " tokens"] | None) -> Tensor:
         words = native(x.view(_BITS[x.element_size()]))
         words &= native(bits)  # numpy widens the bits as it goes, torch would first make a copy
     return x
+
+
+def pick(x: Tensor, mask: Bool[Tensor, " tokens"]) -> Tensor:
+    """The tokens that the mask holds, whatever the others are."""
+    words = native(x.view(_BITS[x.element_size()]))
+    return tensor(words[native(mask)]).view(x.dtype)
+
+
+def put(x: Tensor, mask: Bool[Tensor, " tokens"]) -> Tensor:
+    """The inverse of `pick`: +0 where the mask does not hold."""
+    if x.is_cuda:
+        return x.new_zeros(len(mask)).masked_scatter_(mask, x)
+    whole = tensor(np.zeros(len(mask), dtype=x.numpy().dtype))
+    whole.numpy()[mask.numpy()] = x.numpy()
+    return whole
+
+
+def places(mask: Bool[Tensor, " tokens"]) -> np.ndarray:
+    """Where the mask holds, ascending; on the host."""
+    return mask.nonzero()[:, 0].cpu().numpy() if mask.is_cuda else np.flatnonzero(mask.numpy())
 
 
 @dataclass(frozen=True)
@@ -140,10 +170,24 @@ class Tile:
 
     group: Group
     rows: Array
-    decay: Any  # a float, [blocks], or [16, blocks] with ticks
+    decay: Any  # a float or [blocks]
+    odd: "OddBlocks | None"
     powers: Array  # [17] or [17, segments]: decay^0 .. decay^16
     gain: Any  # of a whole block: a float or [blocks]
     below: Array  # [blocks] the y past each block's end, with nothing entering the segment
+
+
+@dataclass(frozen=True)
+class OddBlocks:
+    """The blocks of a tile that hold a token with a decay of its own."""
+
+    blocks: Any  # which: host integers, or all of them as a slice
+    rates: Array  # [16, odd blocks] the decay of every token, 1 in a segment's front pad
+
+    @property
+    def gain(self) -> Array:
+        """[odd blocks] of a whole block."""
+        return self.rates.prod(0)
 
 
 @dataclass(frozen=True)
@@ -163,17 +207,16 @@ def begin(
     *,
     scale: PerSegment = 1.0,
     impulse: tuple[Tensor, Tensor] | None = None,
-    step: Int8[Tensor, " tokens"] | None = None,
+    odd: Odd | None = None,
     keep: Int8[Tensor, " tokens"] | None = None,
-    tick: Int8[Tensor, " tokens"] | None = None,
 ) -> Scan:
     """Scan every segment with nothing entering at its end.
 
     The recurrence's x is scale * x plus one `impulse` a segment: (offsets in the segment, float64 values), 0 where
-    there is none. `step` selects x and the ticks, `keep` the output; they and `tick` are bits as `as_bits` makes them.
+    there is none. `odd`: tokens whose decay is another. `keep` selects the output, by bits as `as_bits` makes them.
     """
     heads = torch.zeros(len(lengths), dtype=torch.float64, device=x.device)
-    tiles = list(_scan_tiles(x, lengths, decay, scale, impulse, step, tick, heads))
+    tiles = list(_scan_tiles(x, lengths, decay, scale, impulse, odd, heads))
     return Scan(tiles, keep, heads)
 
 
@@ -202,14 +245,13 @@ def scan(
     *,
     scale: PerSegment = 1.0,
     impulse: tuple[Tensor, Tensor] | None = None,
-    step: Int8[Tensor, " tokens"] | None = None,
+    odd: Odd | None = None,
     keep: Int8[Tensor, " tokens"] | None = None,
-    tick: Int8[Tensor, " tokens"] | None = None,
     dtype: torch.dtype,
 ) -> Tensor:
     """finish(begin(..)), tile by tile: each stays in cache, and no more than one is in memory."""
     out = empty(len(x), dtype=dtype, device=x.device)
-    for tile in _scan_tiles(x, lengths, decay, scale, impulse, step, tick, heads=None):
+    for tile in _scan_tiles(x, lengths, decay, scale, impulse, odd, heads=None):
         _write(_finish_tile(tile, dtype), tile.group, out, keep)
     return out
 
@@ -248,13 +290,13 @@ def _group(tokens: slice, segments: slice, lengths: np.ndarray, *, continues: bo
     return Group(tokens, segments, lengths, pads, blocks, some, first, last, int(ends[-1]), bool(continues))
 
 
-def _scan_tiles(x: Tensor, lengths, decay, scale, impulse, step, tick, heads: Tensor | None) -> Iterator[Tile]:
+def _scan_tiles(x: Tensor, lengths, decay, scale, impulse, odd: Odd | None, heads: Tensor | None) -> Iterator[Tile]:
     """Each group's tile, last first; fills the heads of the segments if these are wanted."""
     x = countable(x)
     starts = np.cumsum(np.asarray(lengths, dtype=np.int64)) - lengths
     head = None
     for group in plan(lengths, one=x.is_cuda):
-        tile = _scan_tile(native(x), group, starts, decay, scale, impulse, step, tick, head)
+        tile = _scan_tile(native(x), group, starts, decay, scale, impulse, odd, head)
         if heads is not None or group.tokens.start > starts[group.segments.start]:
             first = _first_values(tile)
             head = first[:1]
@@ -263,44 +305,71 @@ def _scan_tiles(x: Tensor, lengths, decay, scale, impulse, step, tick, heads: Te
         yield tile
 
 
-def _scan_tile(x: Array, group: Group, starts, decay, scale, impulse, step, tick, head: Array | None) -> Tile:
-    lib = library(x)
-    device = getattr(x, "device", None)
-    staged = _stage(x, group)
-    steps = None if step is None else _stage(native(step), group)
-    ticks = steps if tick is step else None if tick is None else _stage(native(tick), group)
-    if steps is not None and ticks is not steps:
-        staged = native(select(tensor(staged), tensor(steps)))
-        ticks = None if ticks is None else ticks & steps
-    rows = native(torch.empty(BLOCK, group.num_blocks, dtype=torch.float64, device=device))
-    rows[...] = staged.reshape(-1, BLOCK).T
-    del staged
-    bits = None
-    if ticks is not None:
-        bits = native(torch.empty(BLOCK, group.num_blocks, dtype=torch.int64, device=device))
-        bits[...] = ticks.reshape(-1, BLOCK).T
-        if ticks is steps:
-            words = rows.view(bits.dtype)
-            words &= bits
+def _scan_tile(x: Array, group: Group, starts, decay, scale, impulse, odd: Odd | None, head: Array | None) -> Tile:
+    rows = native(torch.empty(BLOCK, group.num_blocks, dtype=torch.float64, device=getattr(x, "device", None)))
+    rows[...] = _stage(x, group).reshape(-1, BLOCK).T
     if isinstance(scale, Tensor) or scale != 1.0:
         rows *= _per_block(scale, group)
     if impulse is not None:
         _add_impulses(rows, group, starts, *impulse)
     powers = _powers(decay, group, rows)
     decay = _per_block(decay, group)
-    if bits is not None:
-        gain = _power_of_ticks(powers, ticks, group)
-        decay = _decays(decay, bits)
+    gain = powers[BLOCK] if isinstance(decay, float) else _repeat(powers[BLOCK], group)
+    apart = None if odd is None else _odd_blocks(odd, decay, group, rows)
+    if apart is None:
+        _add_following(rows, _rates(decay, rows))
     else:
-        gain = powers[BLOCK] if isinstance(decay, float) else _repeat(powers[BLOCK], group)
+        alone = rows[:, apart.blocks]
+        _add_following(alone, list(apart.rates))
+        if not isinstance(apart.blocks, slice):
+            _add_following(rows, _rates(decay, rows))
+            rows[:, apart.blocks] = alone
+        gain = gain + library(rows).zeros_like(rows[0])
+        gain[apart.blocks] = apart.gain
+    below = _values_below(rows, gain, group, head if group.continues else None)
+    return Tile(group, rows, decay, apart, powers, gain, below)
+
+
+def _rates(decay: Any, rows: Array) -> list:
+    """What each row of a block decays by, None where that is 1."""
+    if not isinstance(decay, float):
+        return [decay] * BLOCK
+    return [None if decay == 1.0 else like(np.asarray(decay), rows)] * BLOCK
+
+
+def _add_following(rows: Array, rates: list) -> None:
+    """y_c = x_c + rate_c * y_{c+1}, row by row from the last but one."""
+    lib = library(rows)
     carry = lib.empty_like(rows[0])
     following, *others = list(rows)[::-1]
-    for row, rate in zip(others, _rates(decay, rows)[1:], strict=True):
-        lib.multiply(following, rate, out=carry)
-        row += carry
+    for row, rate in zip(others, rates[-2::-1], strict=True):
+        row += following if rate is None else lib.multiply(following, rate, out=carry)
         following = row
-    below = _values_below(rows, gain, group, head if group.continues else None)
-    return Tile(group, rows, decay, powers, gain, below)
+
+
+def _odd_blocks(odd: Odd, decay: Any, group: Group, rows: Array) -> OddBlocks | None:
+    """The tile's share of the odd tokens; None where it has none."""
+    at, own = odd
+    first, last = np.searchsorted(at, [group.tokens.start, group.tokens.stop])
+    if first == last:
+        return None
+    at = at[first:last] - group.tokens.start
+    segment = np.searchsorted(np.cumsum(group.lengths), at, side="right")
+    block, row = np.divmod(at + np.cumsum(group.pads)[segment], BLOCK)
+    new = np.ones(len(block), dtype=bool)
+    np.not_equal(block[1:], block[:-1], out=new[1:])
+    blocks, column = block[new], np.cumsum(new) - 1
+    if 2 * len(blocks) > group.num_blocks:
+        blocks, column = np.arange(group.num_blocks), block
+    pads = np.zeros(group.num_blocks, dtype=np.int64)
+    pads[group.first] = group.pads[group.some]
+    lib, blocks_ = library(rows), like(blocks, rows)
+    rates = lib.empty_like(rows[:, : len(blocks)])
+    rates[...] = decay if isinstance(decay, float) else decay[blocks_]
+    rates[like(np.arange(BLOCK)[:, None] < pads[blocks], rows)] = 1.0
+    each = native(own)[group.segments][like(segment, rows)] if isinstance(own, Tensor) else own
+    rates[like(row, rows), like(column, rows)] = each
+    return OddBlocks(slice(None) if len(blocks) == group.num_blocks else blocks_, rates)
 
 
 def _add_impulses(rows: Array, group: Group, starts: np.ndarray, offsets: Tensor, values: Tensor) -> None:
@@ -322,14 +391,37 @@ def _add_impulses(rows: Array, group: Group, starts: np.ndarray, offsets: Tensor
 
 def _finish_tile(tile: Tile, dtype: torch.dtype) -> Tensor:
     """Let what lies below each block run through its rows; [blocks * 16] y, as `_stage` lays out x."""
-    rows, carry = tile.rows, tile.below
+    rows, below, odd = tile.rows, tile.below, tile.odd
     staged = torch.empty(rows.shape[1], BLOCK, dtype=dtype, device=getattr(rows, "device", None))
     to = native(staged)
-    for row, rate, column in zip(list(rows)[::-1], _rates(tile.decay, rows), list(to.T)[::-1], strict=True):
-        carry *= rate
-        row += carry
-        column[...] = row
+    if odd is None:
+        _add_entering(rows, _rates(tile.decay, rows), below, to)
+        return staged.view(-1)
+    alone, entering = rows[:, odd.blocks], below[odd.blocks]
+    if isinstance(odd.blocks, slice):
+        _add_entering(alone, list(odd.rates), entering, to)
+        return staged.view(-1)
+    entering = entering + 0.0
+    _add_entering(rows, _rates(tile.decay, rows), below, to)
+    _add_entering(alone, list(odd.rates), entering)
+    ends = library(to).empty_like(to[: alone.shape[1]])
+    ends[...] = alone.T  # torch does not convert where it writes by an index
+    to[odd.blocks] = ends
+    rows[0, odd.blocks] = alone[0]
     return staged.view(-1)
+
+
+def _add_entering(rows: Array, rates: list, carry: Array, to: Array | None = None) -> None:
+    """y_c += rate_c * .. * rate_15 * entering, row by row from the last; each is written to [blocks, 16] while it is in
+    cache. Uses the carry up.
+    """
+    columns = [None] * BLOCK if to is None else list(to.T)
+    for row, rate, column in zip(list(rows)[::-1], rates[::-1], columns[::-1], strict=True):
+        if rate is not None:
+            carry *= rate
+        row += carry
+        if column is not None:
+            column[...] = row
 
 
 def _write(staged: Tensor, group: Group, out: Tensor, keep: Tensor | None) -> None:
@@ -354,7 +446,9 @@ def _chain_heads(rows: Array, gain, group: Group, entering: Array | None, behind
     lib, n, longest = library(rows), group.num_blocks, int(group.blocks.max())
     last = like(group.last, rows)
     device = getattr(rows, "device", None)
-    heads, gains, other = native(torch.zeros(3, n + longest, dtype=torch.float64, device=device))
+    room = native(torch.empty(3, n + longest, dtype=torch.float64, device=device))
+    room[:, n:] = 0.0
+    heads, gains, other = room
     lib.add(rows[0], 0.0, out=heads[:n])  # -0.0 becomes 0.0: its sign must not depend on how often mates make us double
     gains[:n] = gain
     if entering is not None:
@@ -379,7 +473,7 @@ def _let_in(tile: Tile, entering: Array) -> None:
     """What enters at the segments' ends, in the y past each block's end."""
     group, below = tile.group, tile.below
     # Where the segment goes on in the next group, that one's head has come in before anything entered.
-    if group.continues or getattr(tile.decay, "ndim", 0) == 2:
+    if group.continues or tile.odd is not None:
         below[...] = _values_below(tile.rows, tile.gain, group, entering[like(group.some, below)])
         return
     behind = like(group.behind, below)
@@ -393,13 +487,16 @@ def _let_in(tile: Tile, entering: Array) -> None:
 def _first_values(tile: Tile) -> Array:
     """The y of the first token of each segment that has some."""
     first, below = like(tile.group.first, tile.rows), tile.below
-    if getattr(tile.decay, "ndim", 0) == 2:  # front pads do not tick: row 0 holds the first token's y
-        return tile.rows[0][first] + tile.gain[first] * below[first]
     pads = like(tile.group.pads[tile.group.some], tile.rows)
     at: Any = BLOCK - pads
     if tile.powers.ndim == 2:
         at = (at, like(tile.group.some, tile.rows))
-    return tile.rows[pads, first] + tile.powers[at] * below[first]
+    gain = tile.powers[at]
+    if tile.odd is not None:  # front pads of an odd block do not decay: its gain is that of its first token
+        odd = library(below).zeros_like(below)
+        odd[tile.odd.blocks] = 1.0
+        gain = library(below).where(odd[first] > 0, tile.gain[first], gain)
+    return tile.rows[pads, first] + gain * below[first]
 
 
 def _stage(x: Array, group: Group) -> Array:
@@ -443,14 +540,6 @@ def _repeat(own: Array, group: Group) -> Array:
     return own.repeat_interleave(like(group.blocks, own), output_size=group.num_blocks)
 
 
-def _decays(decay: Any, bits: Array) -> Array:
-    """[16, blocks]: decay where the tick's bits are set, 1.0 elsewhere, put together bit by bit. Uses bits up."""
-    lib = library(bits)
-    bits &= int(np.float64(decay).view(np.int64)) ^ _ONE if isinstance(decay, float) else decay.view(lib.int64) ^ _ONE
-    bits ^= _ONE
-    return bits.view(lib.float64)
-
-
 def _powers(decay: PerSegment, group: Group, rows: Array) -> Array:
     """decay^0 .. decay^16 by repeated multiplication, [17] or one column a segment of the group."""
     own = native(decay)[group.segments] if isinstance(decay, Tensor) else float(decay)
@@ -458,22 +547,3 @@ def _powers(decay: PerSegment, group: Group, rows: Array) -> Array:
     for _ in range(BLOCK):
         powers.append(powers[-1] * own)
     return library(own).stack(powers) if isinstance(decay, Tensor) else like(np.array(powers), rows)
-
-
-def _power_of_ticks(powers: Array, ticks: Array, group: Group) -> Array:
-    """[blocks] the gain of a whole block, from how often it ticks."""
-    if isinstance(ticks, Tensor):
-        count: Array = -ticks.reshape(-1, BLOCK).sum(1)
-    else:  # eight ticks are one word
-        words = ticks.view(np.int64).reshape(-1, 2) & ONES
-        count = popcount(words[:, 0] + words[:, 1])
-    if powers.ndim == 1:
-        return powers[count]
-    return powers[count, _repeat(like(np.arange(len(group.lengths)), powers), group)]
-
-
-def _rates(decay: Any, rows: Array) -> list:
-    """What each row of a block decays by, from the last row to the first."""
-    if getattr(decay, "ndim", 0) == 2:
-        return list(decay)[::-1]
-    return [like(np.asarray(decay), rows) if isinstance(decay, float) else decay] * BLOCK

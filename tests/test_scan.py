@@ -297,18 +297,21 @@ def test_what_enters_runs_through_all_tiles_of_a_segment(decay, ticks, monkeypat
     """As if it were one more token at the segment's end."""
     lengths = [5, 100, 0, 1003, 1, 33, 16]
     x, entering = normal(sum(lengths), 5).double(), normal(len(lengths), 6).double()
-    tick = scan.as_bits(normal(len(x), 7) > 0) if ticks else None
+    tick = normal(len(x), 7) > 0
     one_more = lambda y, ends: torch.cat(
         [part for pair in zip(y.split(lengths), ends.split(1), strict=True) for part in pair]
     )
     longer = [n + 1 for n in lengths]
-    end_tick = None if tick is None else one_more(tick, torch.zeros(len(lengths), dtype=torch.int8))
-    whole = scan.scan(one_more(x, entering), longer, decay, tick=end_tick, dtype=torch.float64)
+    end_tick = one_more(tick, torch.zeros(len(lengths), dtype=torch.bool))
+    # At ticks the decay, elsewhere another one, as the inner clock of GAE and the turn clock have it.
+    rate, odd = (0.5, (tick.nonzero()[:, 0].numpy(), decay)) if ticks else (decay, None)
+    end_odd = (end_tick.nonzero()[:, 0].numpy(), decay) if ticks else None
+    whole = scan.scan(one_more(x, entering), longer, rate, odd=end_odd, dtype=torch.float64)
     expected = torch.cat([part[:-1] for part in whole.split(longer)])
-    alone = scan.scan(x, lengths, decay, tick=tick, dtype=torch.float64)
+    alone = scan.scan(x, lengths, rate, odd=odd, dtype=torch.float64)
     for tile in (scan.TILE, 3):
         monkeypatch.setattr(scan, "TILE", tile)
-        begun = scan.begin(x, lengths, decay, tick=tick)
+        begun = scan.begin(x, lengths, rate, odd=odd)
         heads = [part[0].item() if len(part) else 0.0 for part in alone.split(lengths)]
         assert begun.heads.tolist() == pytest.approx(heads, rel=1e-12)
         torch.testing.assert_close(scan.finish(begun, entering, dtype=torch.float64), expected, rtol=1e-12, atol=1e-12)

@@ -21,14 +21,12 @@ from torch import Tensor
 
 from cp_returns.admission import admit
 from cp_returns.agreement import Check, Facts, Problem, agree, refuse
-from cp_returns.clocks import clock
 from cp_returns.collectives import AllGather, call
 from cp_returns.context import CPContext
 from cp_returns.errors import CPInputError
 from cp_returns.estimators import gae
 from cp_returns.groups import context_parallel, data_and_context_parallel, device_of, given, rank_and_size
 from cp_returns.layout import Layout, zigzag
-from cp_returns.masks import Prefix
 from cp_returns.module import ContextParallelReturns, ReturnsConfig
 from cp_returns.scan import as_bits, reverse_scan
 from cp_returns.whiten import MESSAGE, apply, merge, moments
@@ -183,11 +181,10 @@ def get_reinforce_plus_plus_returns(
     )
 
     def formula(cp: CPContext, kl: Tensor) -> tuple[Tensor]:
-        every = torch.ones_like(mask, dtype=torch.bool)  # rewards go by the mask; steps, and output, are every token
-        steps = clock(cp.layout, cp.rank, Prefix(every), "token", as_bits(cp.take(every)))
-        return (cp.scan(batch.reward(cp, kl, None), float(gamma), steps, dtype=batch.dtype),)
+        # Rewards go by the mask; every token gives an output.
+        return (cp.scan(batch.reward(cp, kl, None), float(gamma), batch.clock, None, dtype=batch.dtype),)
 
-    (returns,) = cp.run(formula, batch.inputs, batch.facts)
+    (returns,) = batch.run(cp, formula)
     return _like(kl, returns)
 
 
