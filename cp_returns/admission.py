@@ -20,7 +20,7 @@ from cp_returns.context import CPContext, Formula, Inputs, PerSample, Reward
 from cp_returns.exchange import cut
 from cp_returns.layout import Layout
 from cp_returns.masks import Prefix
-from cp_returns.scan import as_bits, pick, put, result_dtype, select, select_in_place
+from cp_returns.scan import as_bits, countable, pick, put, result_dtype, select, select_in_place
 
 _FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 _DTYPES = (*_FLOATS, torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
@@ -328,12 +328,13 @@ def _tokens_finite(cp: CPContext, name: str, x: Tensor, total: Array, place: Cal
 
 
 def _masked_rewards(cp: CPContext, x: Tensor, bits: Int8[Tensor, " local"]) -> Check:
-    outside = select(x, ~bits)
-    bad = (outside != 0) & ~outside.isnan()
+    outside = select(countable(x), ~bits)
+    y = native(outside)
+    bad = (y != 0) & (y == y)  # not NaN
 
     def find() -> Problem | None:
         return _locate_local(
-            cp, "token_rewards", outside, bad, "0 or NaN at a masked token: a reward there would be lost"
+            cp, "token_rewards", outside, tensor(bad), "0 or NaN at a masked token: a reward there would be lost"
         )
 
     return Check(bad.any(), find)

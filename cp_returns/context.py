@@ -216,7 +216,8 @@ class CPContext:
 
     def exchange(self, heads: list[Float64[Tensor, " segments"]]) -> list[Array]:
         """All ranks' numbers of all pieces, agreement included."""
-        message = torch.stack([head.view(self.layout.num_samples, len(self.own)) for head in heads], dim=-1)
+        numbers = heads[0] if len(heads) == 1 else torch.stack(heads, dim=-1)
+        message = numbers.view(self.layout.num_samples, len(self.own), len(heads))
         if self.agreement == "full" and self.facts is not None:
             messages = agree(self.all_gather, self.facts, message, step="carry", where=self.where)
         else:

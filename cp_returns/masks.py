@@ -1,4 +1,5 @@
-"""Counting in a packed 0/1 mask without a pass over single tokens: eight tokens are a 64-bit word, 16 words a line.
+"""Counting in a packed 0/1 mask, a long one without a pass over single tokens: eight tokens are a 64-bit word, 16 words
+a line.
 
 Works on the mask's device and never reads it back to the host. Arrays as in `arrays`.
 """
@@ -11,7 +12,7 @@ from cp_returns.arrays import Array, library, like, native, tensor, zeros
 
 _WORDS = 16
 _LINE = 8 * _WORDS  # tokens; few enough that the bytes of a line's words add up without a carry
-_FEW = 1024  # lines, below which a copy of the mask with its end padded costs less than a look at where lines lie
+_FEW = 2**16  # tokens, below which one number a token costs less
 ONES = 0x0101010101010101  # a valid token in each byte
 _AHEAD = np.zeros((_LINE, _LINE), dtype=np.uint8)  # the bytes of a line ahead of each of its positions
 _AHEAD[np.tril_indices(_LINE, -1)] = 0xFF
@@ -21,27 +22,31 @@ _AHEAD = _AHEAD.view(np.int64)
 class Prefix:
     """Counts of valid tokens before any position of a packed bool mask, and the places of valid tokens.
 
-    Keeps the mask and one number a line.
+    Keeps the mask and one number a line, or a token if these are few.
     """
 
     def __init__(self, mask: Tensor):
         self.mask = mask = mask.contiguous()
-        lines = len(mask) // _LINE
-        apart = lines * _LINE if lines >= _FEW else 0  # what is looked up in the mask itself
-        whole = mask[:apart]
+        if len(mask) < _FEW:
+            through = native(mask).cumsum(0)
+            self._each = library(through).concatenate([zeros(1, through), through])
+            return
+        self._each = None
+        apart = len(mask) // _LINE * _LINE
         if mask.storage_offset() % 8:
-            whole = whole.clone()  # a word lies at a multiple of its size
-        # Never full, so that the end of the pack is a position too.
-        rest = zeros((lines + 1) * _LINE - apart, native(mask))
+            mask = mask.clone()  # a word lies at a multiple of its size
+        rest = zeros(_LINE, native(mask))  # never full, so that the end of the pack is a position too
         rest[: len(mask) - apart] = native(mask)[apart:]
         lib = library(rest)
-        self._rest = rest.view(lib.int64).reshape(-1, _WORDS)
-        self._words = native(whole).view(lib.int64).reshape(-1, _WORDS) if apart else self._rest
+        self._rest = rest.view(lib.int64)
+        self._words = native(mask)[:apart].view(lib.int64).reshape(-1, _WORDS)
         through = popcount(_sum_words(self._words)).cumsum(0)
-        self._counts = lib.concatenate([through[:1] * 0, through])  # before each line
+        self._counts = lib.concatenate([zeros(1, through), through])  # before each line
 
     def before(self, position: Array) -> Array:
         """How many valid tokens lie before each position 0 .. len(mask)."""
+        if self._each is not None:
+            return self._each[position]
         line, ahead = position // _LINE, like(_AHEAD, position)[position % _LINE]
         return self._counts[line] + popcount(_sum_words(self._at(line) & ahead))
 
@@ -52,6 +57,8 @@ class Prefix:
     def place(self, rank: Array) -> Array:
         """Where the rank-th valid token lies, counted from 1; any position for rank 0."""
         lib = library(rank)
+        if self._each is not None:
+            return lib.searchsorted(self._each[1:], rank)
         line = lib.searchsorted(self._counts[1:], rank)
         words, within = self._at(line), rank - self._counts[line]
         through = popcount(words).cumsum(1)  # valid tokens of the line up to each word's end
@@ -64,8 +71,6 @@ class Prefix:
 
     def _at(self, line: Array) -> Array:
         """[n, 16] the words of lines."""
-        if self._words is self._rest:
-            return self._words[line]
         words = self._words[line.clip(0, len(self._words) - 1)]
         return library(line).where((line < len(self._words))[:, None], words, self._rest)
 

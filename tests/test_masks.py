@@ -1,5 +1,7 @@
 """Counts and places in a packed mask, against looking at every token."""
 
+from unittest.mock import patch
+
 import numpy as np
 import pytest
 import torch
@@ -14,10 +16,19 @@ MASKS = st.lists(st.tuples(st.booleans(), st.integers(1, 60)), max_size=8).map(
     lambda runs: [value for value, n in runs for _ in range(n)]
 )
 
+# A long mask is counted by lines of 128 tokens, a short one token by token: the first is asked for where it can be.
+ways = pytest.mark.parametrize("few", [128, 2**16], ids=["lines", "tokens"])
 
+
+def prefix_of(mask: torch.Tensor, few: int) -> Prefix:
+    with patch.object(masks, "_FEW", few):
+        return Prefix(mask)
+
+
+@ways
 @given(MASKS)
-def test_counts_and_last_places_at_every_position(mask):
-    prefix = Prefix(torch.tensor(mask, dtype=torch.bool))
+def test_counts_and_last_places_at_every_position(few, mask):
+    prefix = prefix_of(torch.tensor(mask, dtype=torch.bool), few)
     positions = np.arange(len(mask) + 1)
     assert prefix.before(positions).tolist() == [sum(mask[:end]) for end in range(len(mask) + 1)]
     last = prefix.place(prefix.before(positions)).tolist()
@@ -29,10 +40,10 @@ def test_counts_and_last_places_at_every_position(mask):
             assert 0 <= last[end] <= len(mask)  # any, but one that can be looked at
 
 
-def test_a_mask_too_long_to_be_copied():
+def test_a_mask_long_enough_for_lines():
     """Its end, 100 tokens past the last whole line, is looked up apart."""
     rng = np.random.default_rng(0)
-    mask = torch.from_numpy(rng.random(128 * masks._FEW + 100) < 0.5)
+    mask = torch.from_numpy(rng.random(masks._FEW + 100) < 0.5)
     valid, n = np.flatnonzero(mask.numpy()), len(mask)
     prefix = Prefix(mask)
     positions = np.concatenate([[0, n, n - 1, n - 100, n - 101], rng.integers(0, n, 1000)])
@@ -41,9 +52,10 @@ def test_a_mask_too_long_to_be_copied():
     assert prefix.place(before[1:]).tolist() == valid[before[1:] - 1].tolist()
 
 
+@ways
 @given(MASKS, st.data())
-def test_positions_in_any_order_and_number(mask, data):
-    prefix = Prefix(torch.tensor(mask, dtype=torch.bool))
+def test_positions_in_any_order_and_number(few, mask, data):
+    prefix = prefix_of(torch.tensor(mask, dtype=torch.bool), few)
     positions = data.draw(st.lists(st.integers(0, len(mask)), max_size=9))
     got = prefix.before(np.array(positions, dtype=np.int64))
     assert got.tolist() == [sum(mask[:end]) for end in positions]
@@ -57,20 +69,22 @@ def test_counts_do_not_saturate():
     assert prefix.place(np.array([100_003, 1000])).tolist() == [100_002, 999]
 
 
-def test_a_lone_token_at_each_place_of_a_word():
+@ways
+def test_a_lone_token_at_each_place_of_a_word(few):
     for n in (1, 7, 8, 9, 63, 64, 65, 127, 128, 129, 257):
         for at in range(n):
-            prefix = Prefix(torch.arange(n) == at)
+            prefix = prefix_of(torch.arange(n) == at, few)
             assert prefix.place(np.array([1])).item() == at
             assert prefix.before(np.array([at, at + 1])).tolist() == [0, 1]
 
 
+@ways
 @pytest.mark.parametrize("strided", [False, True])
-def test_the_mask_is_left_as_it_is(strided):
-    mask = torch.tensor([True, False] * 20)
+def test_the_mask_is_left_as_it_is(strided, few):
+    mask = torch.tensor([True, False] * 200)
     given_ = mask[::2] if strided else mask
     before = given_.clone()
-    prefix = Prefix(given_)
+    prefix = prefix_of(given_, few)
     assert prefix.before(np.array([20])).item() == (20 if strided else 10)
     turn_ends(given_, np.array([len(given_)]))
     assert torch.equal(given_, before)
@@ -89,12 +103,13 @@ def test_turn_ends_are_the_ticks_of_the_turn_clock(masks):
     assert ends.dtype == torch.bool
 
 
-def test_the_code_path_of_a_gpu_counts_alike(monkeypatch):
+@ways
+def test_the_code_path_of_a_gpu_counts_alike(few, monkeypatch):
     mask = torch.tensor([False, True, True, False] * 77)
     positions = np.arange(len(mask) + 1)
-    host = Prefix(mask)
+    host = prefix_of(mask, few)
     monkeypatch.setattr(masks, "native", lambda x: x)
-    device = Prefix(mask)
+    device = prefix_of(mask, few)
     ranks = host.before(positions)
     assert device.before(torch.from_numpy(positions)).tolist() == ranks.tolist()
     assert device.place(torch.from_numpy(ranks)).tolist() == host.place(ranks).tolist()
