@@ -148,20 +148,13 @@ def admit(
     if token_rewards is not None:
         own = here if mask is loss_mask else cut(loss_mask, layout, cp.rank)
         checks.append(_masked_rewards(cp, token_rewards.detach(), as_bits(own)))
-    prefix, starts, ends = Prefix(mask), like(layout.starts, x), like(layout.starts + layout.response_lengths, x)
+    bits = dict.fromkeys(tokens, keep) | {name: as_bits(cp.spread(tensor(kept))) for name in unselected}
+    steps, ticks, counts, last = _steps(layout, Prefix(mask), clock)
     if clock == "token":
-        steps, ticks = layout, Clock()
         keep_only = select_in_place if owned else select
-        bits = dict.fromkeys(tokens, keep) | {name: as_bits(cp.spread(tensor(kept))) for name in unselected}
         inputs = {name: None if y is None else keep_only(y.detach(), bits[name]) for name, y in tokens.items()}
-        upto = prefix.before(ends)
-        counts = lib.diff(upto, prepend=upto[:1] * 0)
-        last = lib.where(counts > 0, prefix.place(upto) - starts, -1)
     else:
-        steps, ticks = valid_steps(layout, prefix, clock)
         inputs = {name: None if y is None else pick(y.detach(), here) for name, y in tokens.items()}
-        counts = like(steps.response_lengths, x)
-        last = counts - 1
     totals = {name: _total(y) for name, y in inputs.items() if y is not None}  # at this rank's valid tokens
     if nonfinite == "error":
         place = (lambda y: y) if clock == "token" else (lambda y: put(y, here))
@@ -186,6 +179,19 @@ def admit(
         keep,
         all_steps=clock == "token",
     )
+
+
+def _steps(layout: Layout, mask: Prefix, clock: str) -> tuple[Layout, Clock, Array, Array]:
+    """(the steps' layout, clock, [N] valid tokens, [N] which step is the last of them or -1)."""
+    words = native(mask.mask)
+    if clock != "token":
+        steps, ticks = valid_steps(layout, mask, clock)
+        counts = like(steps.response_lengths, words)
+        return steps, ticks, counts, counts - 1
+    starts = like(layout.starts, words)
+    upto = mask.before(starts + like(layout.response_lengths, words))
+    counts = upto - mask.before(starts)
+    return layout, Clock(), counts, library(words).where(counts > 0, mask.place(upto) - starts, -1)
 
 
 def _settings_and_lengths(cp: CPContext, tokens, numbers, choices, nonfinite: str) -> tuple[dict, dict]:
@@ -236,12 +242,9 @@ def _first_problem(
             return problem
     per_sample = {"rewards": rewards, "sample_mask": sample_mask, **samples}
     for name, value, count, what in (
-        ("full_mask", full_mask, int(layout.response_lengths.sum()), "one a token of the whole responses"),
+        ("full_mask", full_mask, layout.num_tokens, "one a token of the whole responses"),
         *((name, x, layout.num_samples, "one a sample") for name, x in per_sample.items()),
-        *(
-            (name, x, int(layout.lengths(cp.rank).sum()), "one a token that this rank owns")
-            for name, x in tokens.items()
-        ),
+        *((name, x, layout.sizes[cp.rank], "one a token that this rank owns") for name, x in tokens.items()),
     ):
         if value is None and name in (*required, "full_mask"):
             return Problem(name, "absent", f"a tensor, {what}")

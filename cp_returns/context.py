@@ -32,7 +32,7 @@ def gather(cp: "CPContext", facts: Facts, formula: Formula, inputs: Inputs) -> t
     if cp.agreement == "full":
         nothing = torch.zeros(0, dtype=torch.uint8, device=cp.device(facts, inputs))
         agree(cp.all_gather, facts, nothing, step="agreement", where=cp.where)
-    width = max(1, int(cp.layout.shares.sum(axis=1).max()))
+    width = max(1, *cp.layout.sizes)
     whole: Inputs = inputs
     if any(x is not None for x in inputs):
         messages = call(cp.all_gather, exchange.pack_bytes(inputs, width), "gather")

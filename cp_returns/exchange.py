@@ -34,7 +34,7 @@ def cut(full: Tensor, layout: Layout, rank: int) -> Tensor:
     pieces = layout.pieces(rank)
     if layout.cp_size == 1 or not layout.num_samples:
         return full
-    if layout.shares[rank].sum() < SHORT * layout.num_samples * len(pieces):
+    if layout.sizes[rank] < SHORT * layout.num_samples * len(pieces):
         return full[torch.from_numpy(layout.kept_index(rank)).to(full.device)]
     if full.is_cuda or full.requires_grad or full.dtype == torch.bfloat16:
         return torch.cat([*map(full.__getitem__, layout.slices(rank))])

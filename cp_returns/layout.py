@@ -65,6 +65,16 @@ class Layout:
         """[cp_size, N] tokens of each sample on each rank."""
         return self.piece_lengths[:, self.pieces_of_ranks].sum(axis=2).T
 
+    @cached_property
+    def sizes(self) -> list[int]:
+        """[cp_size] tokens of each rank, all samples together."""
+        return self.shares.sum(axis=1).tolist()
+
+    @cached_property
+    def num_tokens(self) -> int:
+        """Tokens of the full pack."""
+        return int(self.response_lengths.sum())
+
     def pieces(self, rank: int) -> Integers:
         """The pieces that `rank` owns, ascending; the same for every sample."""
         if not 0 <= rank < self.cp_size:

@@ -344,7 +344,7 @@ def _pair(total: Tensor, count: Tensor) -> Tensor:
 
 
 def _local_mask(x: Tensor, full_mask: Tensor, cp: CPContext, **others: Tensor) -> Tensor:
-    local = int(cp.layout.lengths(cp.rank).sum())
+    local = cp.layout.sizes[cp.rank]
     for what, tensor in {"the input": x, **others}.items():
         if tuple(tensor.shape) != (local,):
             raise CPInputError(

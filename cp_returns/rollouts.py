@@ -65,7 +65,7 @@ def whole(local: Sequence[Sequence[Tensor]], layout: Layout) -> list[Tensor]:
     """Whole responses from the shards of every rank, `local[rank][sample]`: undoes `log_probs.slice_responses`."""
     if not layout.num_samples:
         return []
-    pack = torch.cat(list(local[0])).new_empty(int(layout.response_lengths.sum()))
+    pack = torch.cat(list(local[0])).new_empty(layout.num_tokens)
     for rank, of_rank in enumerate(local):
         pack[torch.from_numpy(layout.index(rank))] = torch.cat(list(of_rank))
     return list(pack.split(layout.response_lengths.tolist()))

@@ -208,7 +208,7 @@ def get_advantages_and_returns_batch(
     counts = cp.layout.lengths(cp.rank)
     values = _packed(cp, "values_list", values_list, counts)
     rewards = _packed(cp, "rewards_list", rewards_list, counts)
-    every_token = torch.ones(int(cp.layout.response_lengths.sum()), dtype=torch.bool, device=values.device)
+    every_token = torch.ones(cp.layout.num_tokens, dtype=torch.bool, device=values.device)
     out = gae(None, None, values, every_token, cp=cp, gamma=gamma, lam=lambd, clock="token", token_rewards=rewards)
     return _like(values_list, out.advantages), _like(values_list, out.returns)
 
