@@ -291,6 +291,26 @@ def test_a_call_that_cannot_be_meant_is_refused(config, change, text):
     assert str(caught.value).startswith(text)
 
 
+@pytest.mark.parametrize(
+    ("second", "text"),
+    [
+        (torch.zeros(2).double(), "is torch.float64 on cpu; expected torch.float32 on cpu, as the others"),
+        (torch.zeros(2).half(), "is torch.float16 on cpu; expected torch.float32 on cpu, as the others"),
+        (torch.zeros(2, device="meta"), "is torch.float32 on meta; expected torch.float32 on cpu, as the others"),
+        (torch.zeros(1, 2), "has shape [1, 2]; expected a tensor [2], the tokens this rank owns"),
+        (torch.zeros(()), "has shape []; expected a tensor [2], the tokens this rank owns"),
+        (torch.zeros(0), "has shape [0]; expected a tensor [2], the tokens this rank owns"),
+        (None, "is a NoneType; expected a tensor [2], the tokens this rank owns"),
+    ],
+)
+def test_a_shard_unlike_the_others_is_named(second, text):
+    given = {"rewards": [1.0] * 2, "response_lengths": [3, 2], "total_lengths": [8] * 2}
+    masks = [torch.ones(3), torch.ones(2)]
+    with pytest.raises(CPInputError) as caught:
+        ContextParallelReturns(ReturnsConfig())(**given, kl=[torch.zeros(3), second], loss_masks=masks)
+    assert str(caught.value) == f"sample 1, kl {text}"
+
+
 def test_a_text_of_one_rank_has_no_ranks_in_it_with_whitening_either():
     with pytest.raises(CPInputError, match=r"^sample 0, token 2, kl is inf; expected"):
         ContextParallelReturns(ReturnsConfig(whiten=True))(**one_sample(kl=[torch.tensor([0.0, 0.0, math.inf])]))
