@@ -233,6 +233,17 @@ def test_kl_from_log_probs(kind):
     assert out.info.kl_mean == pytest.approx(math.fsum(kl) / 2, rel=1e-6)
 
 
+@pytest.mark.parametrize("kind", ["k1", "k2", "k3"])
+@pytest.mark.parametrize("poison", [NAN, math.inf, -math.inf])
+def test_a_clamp_hides_no_infinite_log_prob(kind, poison):
+    returns_fn = ContextParallelReturns(ReturnsConfig(kl_coef=0.1, kl=kind, kl_clamp=0.4))
+    log_probs, ref = torch.tensor([-1.0, poison, -0.5]), torch.tensor([-1.5, -1.0, -0.25])
+    given = one_sample(kl=None) | {"log_probs": [log_probs], "ref_log_probs": [ref]}
+    assert returns_fn(**given).returns[0].isfinite().all()
+    with pytest.raises(CPInputError, match=r"^sample 0, token 1, kl is nan; expected a finite number at a valid token"):
+        returns_fn(**given | {"loss_masks": [torch.ones(3)]})
+
+
 # What a call refuses
 
 
