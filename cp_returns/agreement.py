@@ -161,7 +161,8 @@ def _exchange_headers(
         front = front.cpu().numpy()  # the one read of a GPU
     words = np.ascontiguousarray(front).view(np.int64)
     headers, sums = words[:, : HEADER // 8], words[:, HEADER // 8 :].view(np.float64)
-    differ = bool((headers[:, _COMPARED:] != headers[0, _COMPARED:]).any())
+    compared = headers[:, _COMPARED:].tolist()
+    differ = compared.count(compared[0]) < len(compared)
     statuses, sizes = headers[:, :_COMPARED].T.tolist()
     if differ or any(statuses):
         raise_together(all_gather, facts, where=where, differ=differ, device=tensor(data).device)
