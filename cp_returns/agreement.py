@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from cp_returns.arrays import Array, native, tensor
+from cp_returns.arrays import Array, library, native, tensor, zeros
 from cp_returns.collectives import AllGather, call
 from cp_returns.errors import CPInputError
 
@@ -93,11 +93,13 @@ def fingerprint(x: Array) -> "int | Tensor":
     modulo 2^64 of 64-bit words, each mixed with its index. (The mix is not linear: a weighted sum cannot tell rewards
     1 0 0 1 from 0 1 1 0.)
     """
-    if isinstance(x, np.ndarray):
-        return zlib.crc32(np.ascontiguousarray(x).data)
-    flat = x.detach().contiguous()
-    raw = flat.as_strided((flat.numel(),), (1,)).view(torch.uint8)  # a single element may keep another stride
-    return _mixed_sum(raw) if x.is_cuda else zlib.crc32(raw.numpy().data)
+    if isinstance(x, Tensor):
+        x = x.detach()
+        if x.is_cuda:
+            flat = x.contiguous()
+            return _mixed_sum(flat.as_strided((flat.numel(),), (1,)).view(torch.uint8))  # one may keep another stride
+        x = native(x.view(torch.int16) if x.dtype == torch.bfloat16 else x)  # numpy has no bfloat16
+    return zlib.crc32(np.ascontiguousarray(x).data)
 
 
 def _mixed_sum(raw: Tensor) -> Tensor:
@@ -118,45 +120,54 @@ def agree(
     takes a second collective. `where` names the ranks in errors ("CP rank"). size: of the envelope, the same on all
     ranks of a step.
     """
-    data = payload.contiguous().view(-1).view(torch.uint8)
+    own = native(payload.contiguous())
+    data = own.reshape(-1).view(library(own).uint8)
     envelopes, _ = _exchange_headers(all_gather, facts, data, step, where, size)
-    if data.numel() <= size - _FRONT:
-        received = envelopes[:, _FRONT : _FRONT + data.numel()]
+    if len(data) <= size - _FRONT:
+        received = envelopes[:, _FRONT : _FRONT + len(data)]
     else:
-        received = call(all_gather, data, f"{step}, second part")
-    return received.reshape(-1).view(payload.dtype).view(len(received), *payload.shape)
+        received = native(call(all_gather, tensor(data), f"{step}, second part"))
+    return tensor(received.reshape(-1).view(own.dtype).reshape(len(received), *own.shape))
 
 
 def agree_ragged(all_gather: AllGather, facts: Facts, rows: Tensor, *, step: str, where: str) -> list[Tensor]:
     """As `agree`, for ranks that may hold different numbers of rows (rank r's are the r-th of the list)."""
     data = rows.contiguous().view(-1).view(torch.uint8)
-    envelopes, sizes = _exchange_headers(all_gather, facts, data, step, where, ENVELOPE)
+    envelopes, sizes = _exchange_headers(all_gather, facts, native(data), step, where, ENVELOPE)
     room = max(sizes)
     if room <= CAPACITY:
-        received = envelopes[:, _FRONT:]
+        received = tensor(envelopes)[:, _FRONT:]
     else:
         received = call(all_gather, torch.cat([data, data.new_zeros(room - data.numel())]), f"{step}, second part")
     return [r[:n].clone().view(rows.dtype).view(-1, rows.shape[1]) for r, n in zip(received, sizes, strict=True)]
 
 
 def _exchange_headers(
-    all_gather: AllGather, facts: Facts, data: Tensor, step: str, where: str, size: int
-) -> tuple[Tensor, list[int]]:
-    """All ranks' envelopes and payload sizes; raises on every rank when one is not well or they differ."""
-    message = torch.zeros(size, dtype=torch.uint8, device=data.device)
-    _write_header(message[:HEADER].view(torch.int64), facts, data)
+    all_gather: AllGather, facts: Facts, data: Array, step: str, where: str, size: int
+) -> tuple[Array, list[int]]:
+    """All ranks' envelopes and payload sizes; raises on every rank when one is not well or they differ.
+
+    data: the payload's bytes, which ride along where they fit.
+    """
+    message, lib = zeros(size, data), library(data)
+    _write_header(message[:HEADER].view(lib.int64), facts, len(data))
     if facts.sums is not None:
-        native(message[HEADER:_FRONT].view(torch.float64))[: len(facts.sums)] = facts.sums
-    if data.numel() <= size - _FRONT:
-        native(message)[_FRONT : _FRONT + data.numel()] = native(data)
-    envelopes = call(all_gather, message, step)
-    front = envelopes[:, :_FRONT].cpu().numpy()  # the one read of a GPU
-    headers = np.ascontiguousarray(front[:, :HEADER]).view(np.int64)
-    differ = bool((headers[:, _COMPARED:] != headers[0, _COMPARED:]).any())
-    if differ or headers[:, _STATUS].any():
-        raise_together(all_gather, facts, where=where, differ=differ, device=data.device)
-    facts.told.append(np.ascontiguousarray(front[:, HEADER:]).view(np.float64))
-    return envelopes, headers[:, _PAYLOAD].tolist()
+        message[HEADER:_FRONT].view(lib.float64)[: len(facts.sums)] = facts.sums
+    if len(data) <= size - _FRONT:
+        message[_FRONT : _FRONT + len(data)] = data
+    envelopes = native(call(all_gather, tensor(message), step))
+    front = envelopes[:, :_FRONT]
+    if isinstance(front, Tensor):
+        front = front.cpu().numpy()  # the one read of a GPU
+    words = np.ascontiguousarray(front).view(np.int64)
+    headers, sums = words[:, : HEADER // 8], words[:, HEADER // 8 :].view(np.float64)
+    compared = headers[:, _COMPARED:].tolist()
+    differ = compared.count(compared[0]) < len(compared)
+    statuses, sizes = headers[:, :_COMPARED].T.tolist()
+    if differ or any(statuses):
+        raise_together(all_gather, facts, where=where, differ=differ, device=tensor(data).device)
+    facts.told.append(sums)
+    return envelopes, sizes
 
 
 def refuse(
@@ -199,16 +210,18 @@ def _tell(all_gather: AllGather, facts: Facts, device: torch.device | None, firs
     return [json.loads(row.numpy().tobytes().rstrip(b"\0")) for row in boxes]
 
 
-def _write_header(header: Tensor, facts: Facts, data: Tensor) -> None:
+def _write_header(header: Array, facts: Facts, payload: int) -> None:
     """[status, payload's bytes, samples, digest of the host's facts, .., fingerprint of the data]."""
-    lengths = [np.ascontiguousarray(value).tobytes() for value in facts.lengths.values()]
-    digest = _digest(repr((sorted(_settings(facts).items()), list(facts.data))).encode(), *lengths)
+    settings = facts.settings
+    names = sorted(settings)  # whatever their order
+    told = "\0".join([*names, *[str(settings[name]) for name in names], *facts.data])
+    digest = _digest(told.encode(), *[value.tobytes() for value in facts.lengths.values()])
     status, prints = int(facts.problem is not None), [fingerprint(value) for value in facts.data.values()]
-    known = [status, data.numel(), _num_samples(facts), digest, 0, 0, 0, 0]
-    if not data.is_cuda:
+    known = [status, payload, _num_samples(facts), digest, 0, 0, 0, 0]
+    if isinstance(header, np.ndarray):
         known[_STATUS] |= any(bool(check.bad) for check in facts.checks)
         known[-1] = sum(int(value) * (2 * index + 1) for index, value in enumerate(prints)) % 2**63
-        header.numpy()[:] = known
+        header[:] = known
         return
     header.copy_(torch.tensor(known))
     for check in facts.checks:

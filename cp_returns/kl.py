@@ -33,9 +33,14 @@ def approx_kl(
     if mask.dtype != torch.bool and not ((mask == 0) | (mask == 1)).all():
         raise CPInputError("mask holds a value other than 0 and 1")
 
-    dtype = torch.promote_types(torch.promote_types(log_probs.dtype, ref_log_probs.dtype), torch.float32)
-    d = torch.where(mask.bool(), log_probs.detach().to(dtype) - ref_log_probs.detach().to(dtype), 0.0)
+    d = torch.where(mask.bool(), difference(log_probs, ref_log_probs), 0.0)
     return of_difference(d, kind=kind, clamp=clamp)
+
+
+def difference(log_probs: Tensor, ref_log_probs: Tensor) -> Tensor:
+    """log_probs - ref_log_probs in float32, or float64 if one is; a new tensor without autograd."""
+    dtype = torch.promote_types(torch.promote_types(log_probs.dtype, ref_log_probs.dtype), torch.float32)
+    return log_probs.detach().to(dtype) - ref_log_probs.detach().to(dtype)
 
 
 def of_difference(d: Tensor, *, kind: str, clamp: float | None = None) -> Tensor:

@@ -126,7 +126,7 @@ class Layout:
         """The same responses in one piece each, on one rank."""
         total, one_rank = self.total_lengths, np.zeros(1, dtype=np.int64)
         begin, grid_begin = np.zeros_like(total), np.cumsum(total) - total
-        return _cut(total, self.response_lengths, one_rank, total, begin, grid_begin, int(total.sum()))
+        return _cut(total, self.response_lengths, one_rank, 1, total, begin, grid_begin, int(total.sum()))
 
     def of_steps(self, cuts: Integers) -> "Layout":
         """The layout of some of the tokens alone, of which `cuts` [N, K + 1] lie before each cut of their response."""
@@ -154,9 +154,9 @@ def zigzag(
 
     Raises CPInputError naming the sample and both numbers when lengths do not fit.
     """
-    ranks = np.arange(_size(cp_size), dtype=np.int64)
-    owners = np.concatenate([ranks, ranks[::-1]])
-    return _per_sample(total_lengths, response_lengths, owners, multiple, padded_lengths)
+    size = _size(cp_size)
+    owners = np.array([*range(size), *reversed(range(size))], dtype=np.int64)
+    return _per_sample(total_lengths, response_lengths, owners, size, multiple, padded_lengths)
 
 
 def contiguous(
@@ -168,8 +168,9 @@ def contiguous(
     padded_lengths: Lengths | None = None,
 ) -> Layout:
     """Contiguous in each sample: cp_size pieces, rank r owns piece r. Arguments and errors as for `zigzag`."""
-    owners = np.arange(_size(cp_size), dtype=np.int64)
-    return _per_sample(total_lengths, response_lengths, owners, multiple, padded_lengths)
+    size = _size(cp_size)
+    owners = np.arange(size, dtype=np.int64)
+    return _per_sample(total_lengths, response_lengths, owners, size, multiple, padded_lengths)
 
 
 def contiguous_pack(
@@ -196,12 +197,11 @@ def contiguous_pack(
     owners = np.arange(size, dtype=np.int64)
     begin = np.cumsum(width) - width
     piece = np.full(len(total), stream_length // size, dtype=np.int64)
-    return _cut(total, response, owners, piece, begin, np.zeros_like(total), stream_length // size)
+    return _cut(total, response, owners, size, piece, begin, np.zeros_like(total), stream_length // size)
 
 
-def _per_sample(total_lengths, response_lengths, owners: Integers, multiple: int, padded_lengths) -> Layout:
+def _per_sample(total_lengths, response_lengths, owners: Integers, size: int, multiple: int, padded_lengths) -> Layout:
     total, response = _lengths(total_lengths, response_lengths)
-    size = int(owners.max()) + 1
     if multiple < 1:
         raise CPInputError(f"multiple is {multiple}; expected at least 1")
     if padded_lengths is None:
@@ -211,24 +211,25 @@ def _per_sample(total_lengths, response_lengths, owners: Integers, multiple: int
         padded = _padded(padded_lengths, total, divisor=len(owners) if size > 1 else 1)
     # One rank holds the sample as it is: nothing pads it to two pieces.
     held = -(-total // multiple) * multiple if size == 1 and padded_lengths is None else padded // size
-    grid_begin = np.cumsum(held) - held
+    grid_begin = held.cumsum() - held
     piece = -(-padded // len(owners))  # one rank's need not be even
-    return _cut(total, response, owners, piece, np.zeros_like(total), grid_begin, int(held.sum()))
+    return _cut(total, response, owners, size, piece, np.zeros(len(total), np.int64), grid_begin, int(held.sum()))
 
 
 def _cut(
     total: Integers,
     response: Integers,
     owners: Integers,
+    cp_size: int,
     piece: Integers,
     begin: Integers,
     grid_begin: Integers,
     grid_length: int,
 ) -> Layout:
     first_logit = begin + total - response - 1  # the position that predicts response token 0
-    cuts = np.arange(len(owners) + 1) * piece[:, None] - first_logit[:, None]
+    cuts = np.multiply.outer(piece, np.arange(len(owners) + 1)) - first_logit[:, None]
     cuts = np.minimum(np.maximum(cuts, 0), response[:, None])
-    return Layout(total, response, owners, cuts, int(owners.max()) + 1, piece, begin, grid_begin, grid_length)
+    return Layout(total, response, owners, cuts, cp_size, piece, begin, grid_begin, grid_length)
 
 
 def _size(cp_size: int) -> int:

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from numbers import Integral, Real
+from operator import attrgetter
 from typing import Any
 
 import numpy as np
@@ -10,6 +11,8 @@ from torch import Tensor
 
 from cp_returns.errors import CPInputError
 from cp_returns.layout import Lengths
+
+_DTYPE = attrgetter("dtype")
 
 
 def padded_lengths(given: Lengths | None, packed_seq_params: Any) -> Lengths | None:
@@ -32,20 +35,31 @@ def pack(
     if not len(xs):
         return torch.zeros(0, device=device)
     expected = lengths.tolist()
-    if not all(isinstance(x, Tensor) for x in xs) or [x.shape for x in xs] != [(length,) for length in expected]:
-        for i, (x, length) in enumerate(zip(xs, expected, strict=True)):
-            if not isinstance(x, Tensor) or x.shape != (length,):
-                given = f"has shape {list(x.shape)}" if isinstance(x, Tensor) else f"is a {type(x).__name__}"
-                whole = "" if length == full[i] else f" (the whole response has {full[i]})"
-                raise CPInputError(
-                    f"sample {i}, {name} {given}; expected a tensor [{length}], the tokens this rank owns{whole}"
-                )
-    if {x.dtype for x in xs} != {xs[0].dtype} or {x.device for x in xs} != {device}:
-        i = next(i for i, x in enumerate(xs) if (x.dtype, x.device) != (xs[0].dtype, device))
-        raise CPInputError(
-            f"sample {i}, {name} is {xs[i].dtype} on {xs[i].device}; expected {xs[0].dtype} on {device}, as the others"
-        )
-    return torch.cat(list(xs)).detach()
+    try:
+        packed = torch.cat(list(xs)).detach()  # refuses what is no tensor, another dimension and another device
+        fits = packed.dim() == 1 and packed.device == device and [*map(Tensor.numel, xs)] == expected
+    except (TypeError, RuntimeError):
+        _name_misfit(name, xs, expected, full, device)
+        raise
+    if not fits or len({*map(_DTYPE, xs)}) > 1:
+        _name_misfit(name, xs, expected, full, device)
+    return packed
+
+
+def _name_misfit(name: str, xs: Sequence[Tensor], lengths: list[int], full: np.ndarray, device: torch.device) -> None:
+    """Raises CPInputError for the first sample whose tensor has another shape, else another dtype or device."""
+    for i, (x, length) in enumerate(zip(xs, lengths, strict=True)):
+        if not isinstance(x, Tensor) or x.shape != (length,):
+            given = f"has shape {list(x.shape)}" if isinstance(x, Tensor) else f"is a {type(x).__name__}"
+            whole = "" if length == full[i] else f" (the whole response has {full[i]})"
+            raise CPInputError(
+                f"sample {i}, {name} {given}; expected a tensor [{length}], the tokens this rank owns{whole}"
+            )
+    for i, x in enumerate(xs):
+        if (x.dtype, x.device) != (xs[0].dtype, device):
+            raise CPInputError(
+                f"sample {i}, {name} is {x.dtype} on {x.device}; expected {xs[0].dtype} on {device}, as the others"
+            )
 
 
 def per_sample(name: str, x: Sequence[float] | Tensor | None, samples: int, device: torch.device) -> Tensor | None:

@@ -25,8 +25,7 @@ from cp_returns.estimators import (
     group_scalars,
     less_baseline,
 )
-from cp_returns.exchange import cut
-from cp_returns.kl import approx_kl
+from cp_returns.kl import difference, of_difference
 from cp_returns.layout import Layout, contiguous_pack
 from cp_returns.lists import pack, per_sample
 from cp_returns.report import Info, Returns, Whitening
@@ -416,14 +415,14 @@ def _is_zero(x: float | Tensor) -> bool:
 def _approx_kl(
     cp: CPContext, packed: dict, full_mask: Tensor, config: ReturnsConfig
 ) -> tuple[Tensor | None, Problem | None]:
-    """The KL at valid tokens. A mask that is not 0/1 is found by admission."""
+    """The KL at all tokens: admission selects the valid ones, whatever the others hold."""
     a, b = packed["log_probs"], packed["ref_log_probs"]
     expected = int(cp.layout.lengths(cp.rank).sum())
     for name, x in (("log_probs", a), ("ref_log_probs", b)):
         if tuple(x.shape) != (expected,):
             return None, Problem(f"shape of {name}", list(x.shape), f"[{expected}]")
-    mask = cut(full_mask.bool(), cp.layout, cp.rank)
-    kl = approx_kl(a, b, mask, kind=config["kl"], clamp=config.kl_clamp)
+    d = difference(a, b)
+    kl = of_difference(d, kind=config["kl"], clamp=config.kl_clamp)
     if config.kl_clamp is not None:  # it would hide an infinite log-prob
-        kl = torch.where((a.to(kl.dtype) - b.to(kl.dtype)).isfinite() | ~mask, kl, torch.nan)
+        kl = torch.where(d.isfinite(), kl, torch.nan)
     return kl, None

@@ -10,7 +10,7 @@ from torch import Tensor
 from cp_returns.agreement import Check, Facts, Problem, agree, raise_together
 from cp_returns.arrays import copy, library, native, quiet, stack, tensor
 from cp_returns.collectives import AllGather, alone, call
-from cp_returns.scan import as_bits, result_dtype, select, select_in_place
+from cp_returns.scan import as_bits, result_dtype, select
 
 EPS_MODES = ("add", "clamp")
 MESSAGE = 512  # bytes: header, sums, three moments
@@ -87,19 +87,19 @@ def moments(x: Tensor, bits: Tensor, weights: Tensor | None = None) -> Float64[T
     """(weight, mean, M2) of the valid tokens. Taken about one valid token, so a constant has M2 exactly 0 and an exact
     mean.
     """
-    wide, x64 = native(bits), copy(x.detach(), torch.float64)
-    d = native(x64)
+    wide, d = native(bits), native(copy(x.detach(), torch.float64))
     lib, origin = library(d), 0.0
+    words = d.view(lib.int64)
     if len(x):
         first = wide.argmin()  # a valid token's bits are -1
         origin = lib.where(wide[first] != 0, d[first], 0.0)
     d -= origin
-    select_in_place(x64, bits)
+    words &= wide
     w = None if weights is None else native(select(weights.detach().double(), bits))
-    total = -wide.sum(dtype=lib.int64) if w is None else w.sum()
-    shift = (d if w is None else d * w).sum() / lib.where(total > 0, total, 1.0)
+    total = lib.count_nonzero(wide) if w is None else w.sum()
+    shift = (d if w is None else d * w).sum() / (total + (total == 0))
     d -= shift
-    select_in_place(x64, bits)
+    words &= wide
     d *= d
     return tensor(stack(total, origin + shift, (d if w is None else d * w).sum()))
 
@@ -114,7 +114,7 @@ def merge(messages: Float64[Tensor, "ranks 3"]) -> Float64[Tensor, "3"]:
     total = weight.sum()
     origin = mean[weight.argmax()]
     d = lib.where(weight > 0, mean - origin, 0.0)
-    shift = (weight * d).sum() / lib.where(total > 0, total, 1.0)
+    shift = (weight * d).sum() / (total + (total == 0))
     return tensor(stack(total, origin + shift, m2.sum() + (weight * lib.square(d - shift)).sum()))
 
 
@@ -130,10 +130,13 @@ def apply(x: Tensor, bits: Tensor, merged: Float64[Tensor, "3"], options: Mappin
         freedom = weight - options["ddof"]
         var = m2 / lib.where(freedom > 0, freedom, 1.0)
         var = var + options["eps"] if options["eps_mode"] == "add" else lib.clip(var, options["eps"], None)
-        y *= lib.where(var == 0, 0.0, 1 / lib.sqrt(lib.where(var == 0, 1.0, var)))  # NaN stays NaN
+        y *= (var != 0) / lib.sqrt(var + (var == 0))  # a constant gives 0, NaN stays NaN
     if not options["shift_mean"]:
         y += mean
-    return select_in_place(x64.to(result_dtype(x)), tensor(native(bits) * (weight != 0)))
+    out = native(x64.to(result_dtype(x)))
+    words = out.view(lib.int32 if out.itemsize == 4 else lib.int64)
+    words &= native(bits) * (weight != 0)
+    return tensor(out)
 
 
 def _first_problem(x: Tensor, mask: Tensor, weights: Tensor | None, options: Mapping[str, Any]) -> Problem | None:

@@ -151,6 +151,14 @@ def test_the_rank_that_differs_from_most_is_named(odd):
     )
 
 
+def test_settings_in_another_order_are_the_same():
+    def fn(rank, all_gather):
+        settings = {"gamma": 0.9, "clock": None} if rank else {"clock": None, "gamma": 0.9}
+        return agree(all_gather, Facts(settings=settings), torch.zeros(3), step="s", where="CP rank").shape
+
+    assert in_threads(fn, 2) == [(2, 3)] * 2
+
+
 def call(rank, all_gather, *, strategy=gather, lengths=(12, 7, 0, 30), **change):
     """reinforce_plus_plus with 4 samples on this rank; `change` is the whole input with other values."""
     layout = zigzag([n + 5 for n in lengths], lengths, all_gather.size)

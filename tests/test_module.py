@@ -233,6 +233,17 @@ def test_kl_from_log_probs(kind):
     assert out.info.kl_mean == pytest.approx(math.fsum(kl) / 2, rel=1e-6)
 
 
+@pytest.mark.parametrize("kind", ["k1", "k2", "k3"])
+@pytest.mark.parametrize("poison", [NAN, math.inf, -math.inf])
+def test_a_clamp_hides_no_infinite_log_prob(kind, poison):
+    returns_fn = ContextParallelReturns(ReturnsConfig(kl_coef=0.1, kl=kind, kl_clamp=0.4))
+    log_probs, ref = torch.tensor([-1.0, poison, -0.5]), torch.tensor([-1.5, -1.0, -0.25])
+    given = one_sample(kl=None) | {"log_probs": [log_probs], "ref_log_probs": [ref]}
+    assert returns_fn(**given).returns[0].isfinite().all()
+    with pytest.raises(CPInputError, match=r"^sample 0, token 1, kl is nan; expected a finite number at a valid token"):
+        returns_fn(**given | {"loss_masks": [torch.ones(3)]})
+
+
 # What a call refuses
 
 
@@ -289,6 +300,26 @@ def test_a_call_that_cannot_be_meant_is_refused(config, change, text):
     with pytest.raises(CPInputError) as caught:
         ContextParallelReturns(ReturnsConfig(**config))(**one_sample(**change))
     assert str(caught.value).startswith(text)
+
+
+@pytest.mark.parametrize(
+    ("second", "text"),
+    [
+        (torch.zeros(2).double(), "is torch.float64 on cpu; expected torch.float32 on cpu, as the others"),
+        (torch.zeros(2).half(), "is torch.float16 on cpu; expected torch.float32 on cpu, as the others"),
+        (torch.zeros(2, device="meta"), "is torch.float32 on meta; expected torch.float32 on cpu, as the others"),
+        (torch.zeros(1, 2), "has shape [1, 2]; expected a tensor [2], the tokens this rank owns"),
+        (torch.zeros(()), "has shape []; expected a tensor [2], the tokens this rank owns"),
+        (torch.zeros(0), "has shape [0]; expected a tensor [2], the tokens this rank owns"),
+        (None, "is a NoneType; expected a tensor [2], the tokens this rank owns"),
+    ],
+)
+def test_a_shard_unlike_the_others_is_named(second, text):
+    given = {"rewards": [1.0] * 2, "response_lengths": [3, 2], "total_lengths": [8] * 2}
+    masks = [torch.ones(3), torch.ones(2)]
+    with pytest.raises(CPInputError) as caught:
+        ContextParallelReturns(ReturnsConfig())(**given, kl=[torch.zeros(3), second], loss_masks=masks)
+    assert str(caught.value) == f"sample 1, kl {text}"
 
 
 def test_a_text_of_one_rank_has_no_ranks_in_it_with_whitening_either():
