@@ -11,7 +11,7 @@ from torch import Tensor
 
 from cp_returns import exchange
 from cp_returns.agreement import Facts, agree
-from cp_returns.arrays import Array, copy, library, like, native, quiet, tensor
+from cp_returns.arrays import Array, copy, library, like, native, quiet, tensor, zeros
 from cp_returns.clocks import Clock
 from cp_returns.collectives import AllGather, alone, call
 from cp_returns.errors import CPInputError
@@ -80,6 +80,12 @@ class CPContext:
     def segments(self) -> np.ndarray:
         """[N * own pieces] tokens of each own piece: what the scan runs over."""
         return self.layout.piece_lengths[:, self.layout.pieces(self.rank)].ravel()
+
+    @cached_property
+    def first_tokens(self) -> tuple[np.ndarray, np.ndarray]:
+        """(which segments have tokens, where the first of each lies in the local pack)."""
+        some = np.flatnonzero(self.segments)
+        return some, (np.cumsum(self.segments) - self.segments)[some]
 
     def take(self, full: Shaped[Tensor, " full"]) -> Shaped[Tensor, " local"]:
         """This rank's tokens of packed whole responses; a new tensor."""
@@ -162,9 +168,9 @@ class CPContext:
         values, layout = countable(values), self.layout
         following = copy(values, torch.float64)
         # Where each response is whole and nothing comes after it, nothing enters anywhere.
-        heads = None if self.holds_all and bootstrap is None else _heads(following, self.segments)
+        heads = None if self.holds_all and bootstrap is None else self._heads(following)
         own = [self.by_segment(decay) for decay in decays]
-        _discount(following, self.segments, *clock.decays(self.by_segment(gamma), layout, self.rank))
+        self._discount(following, *clock.decays(self.by_segment(gamma), layout, self.rank))
         delta = native(reward)
         delta[:-1] += native(following)[1:]
         delta -= native(values)
@@ -198,6 +204,31 @@ class CPContext:
             )
             outs.append(finish(one, tensor(entering)[:, self.own].reshape(-1), dtype=torch.float64))
         return outs
+
+    def _heads(self, x: Tensor) -> Tensor:
+        """Each segment's first x, 0 of an empty one."""
+        some, first = self.first_tokens
+        heads = zeros(len(self.segments), native(x))
+        heads[like(some, heads)] = native(x)[like(first, heads)]
+        return tensor(heads)
+
+    def _discount(self, values: Tensor, decay: PerSegment, odd: Odd | None) -> None:
+        """values_{j+1} becomes what token j sees of it, decay_j * values_{j+1}; 0 past a segment's end. In place."""
+        x = native(values)
+        x[like(self.first_tokens[1], x)] = 0.0
+        if isinstance(decay, Tensor):
+            x *= native(self._each(decay))
+        elif decay != 1.0:
+            x *= decay
+        if odd is not None:
+            at, rate = like(odd[0] + 1, x), odd[1]
+            at = at[at < len(x)]
+            x[at] *= native(self._each(rate))[at] if isinstance(rate, Tensor) else rate
+
+    def _each(self, per_segment: Tensor) -> Tensor:
+        """[segments] -> one a local token."""
+        repeats = torch.from_numpy(self.segments).to(per_segment.device)
+        return per_segment.repeat_interleave(repeats, output_size=int(self.segments.sum()))
 
     def agree(self, facts: Facts) -> None:
         """All ranks raise together when one has a problem or they differ; nothing is exchanged besides."""
@@ -259,36 +290,11 @@ class Reward:
             else float(self.scale)
         )
         tokens = copy(self.dense, torch.float64)
-        tokens *= scale
+        x = native(tokens)
+        x *= native(scale) if isinstance(scale, Tensor) else scale
         select_in_place(tokens, keep)
         if self.terminal is not None:
-            offset, value = self.terminal
-            some = np.flatnonzero(cp.segments)
-            starts = (np.cumsum(cp.segments) - cp.segments)[some]
-            at = torch.from_numpy(some).to(tokens.device)
-            tokens.index_add_(0, offset[at] + torch.from_numpy(starts).to(tokens.device), value[at])
+            offset, value = map(native, self.terminal)
+            some, first = (like(index, x) for index in cp.first_tokens)
+            x[offset[some] + first] += value[some]  # one a segment: no place twice
         return tokens
-
-
-def _discount(values: Tensor, segments: np.ndarray, decay: PerSegment, odd: Odd | None) -> None:
-    """values_{j+1} becomes what token j sees of it, decay_j * values_{j+1}; 0 past a segment's end. In place."""
-    starts = (np.cumsum(segments) - segments)[segments > 0]
-    values.index_fill_(0, torch.from_numpy(starts).to(values.device), 0.0)
-    each = lambda x: x.repeat_interleave(torch.from_numpy(segments).to(x.device), output_size=len(values))
-    if isinstance(decay, Tensor):
-        values *= each(decay)
-    elif decay != 1.0:
-        values *= decay
-    if odd is not None:
-        places, rate = odd
-        at = torch.from_numpy(places[places + 1 < len(values)]).to(values.device) + 1
-        values[at] *= each(rate)[at] if isinstance(rate, Tensor) else rate
-
-
-def _heads(x: Tensor, segments: np.ndarray) -> Tensor:
-    """Each segment's first x, 0 of an empty one."""
-    some = segments > 0
-    heads = x.new_zeros(len(segments))
-    starts = torch.from_numpy((np.cumsum(segments) - segments)[some]).to(x.device)
-    heads[torch.from_numpy(np.flatnonzero(some)).to(x.device)] = x[starts]
-    return heads
