@@ -133,6 +133,7 @@ class Group:
     first: np.ndarray  # their first block
     last: np.ndarray  # their last block
     num_blocks: int
+    blocks_before: int  # in the groups before
     continues: bool  # part of one long segment, which goes on in the next group
 
     @cached_property
@@ -272,31 +273,73 @@ def plan(lengths: Lengths, *, one: bool = False) -> Iterator[Group]:
         begin_ = int(ends[start] - size[start])
         if stop - start > 1 or one or blocks[start] <= TILE:
             if blocks[part].any():
-                yield _group(slice(begin_, int(ends[stop - 1])), part, size[part], continues=False)
+                tokens = slice(begin_, int(ends[stop - 1]))
+                yield _group(tokens, part, size[part], int(block_ends[stop - 1]), continues=False)
         else:
             step = TILE * BLOCK
             for end in range(int(ends[start]), begin_, -step):
                 tokens = slice(max(begin_, end - step), end)
-                yield _group(tokens, part, np.array([tokens.stop - tokens.start]), continues=end < ends[start])
+                last = int(block_ends[start]) - (int(ends[start]) - end) // BLOCK
+                yield _group(tokens, part, np.array([tokens.stop - tokens.start]), last, continues=end < ends[start])
         stop = start
 
 
-def _group(tokens: slice, segments: slice, lengths: np.ndarray, *, continues: bool) -> Group:
+def _group(tokens: slice, segments: slice, lengths: np.ndarray, last_block: int, *, continues: bool) -> Group:
     blocks = -(-lengths // BLOCK)
     some = np.flatnonzero(blocks)
     ends = np.cumsum(blocks)
     first, last = (ends - blocks)[some], (ends - 1)[some]
     pads = blocks * BLOCK - lengths
-    return Group(tokens, segments, lengths, pads, blocks, some, first, last, int(ends[-1]), bool(continues))
+    n = int(ends[-1])
+    return Group(tokens, segments, lengths, pads, blocks, some, first, last, n, last_block - n, bool(continues))
+
+
+@dataclass(frozen=True)
+class Marks:
+    """Numbers at single tokens of a pack, by where these lie among its blocks: ascending, no place twice."""
+
+    row: Array
+    block: Array
+    value: Any  # one a mark, or a float
+
+    def of(self, group: Group) -> "Marks":
+        """Those in the group, blocks counted in it."""
+        if isinstance(self.block, Tensor):  # a GPU has one group
+            return self
+        low, high = np.searchsorted(self.block, [group.blocks_before, group.blocks_before + group.num_blocks])
+        value = self.value if isinstance(self.value, float) else self.value[low:high]
+        return Marks(self.row[low:high], self.block[low:high] - group.blocks_before, value)
+
+
+def _marks(size: np.ndarray, segments: np.ndarray, offsets: Array, value: PerSegment) -> Marks:
+    """value at an offset in each of the segments, of which there are as many as offsets."""
+    front = BLOCK * np.cumsum(-(-size // BLOCK)) - size  # where each segment's first token lies among the blocks
+    place = like(front[segments], offsets) + offsets
+    own = native(value)[like(segments, native(value))] if isinstance(value, Tensor) else value
+    return Marks(place % BLOCK, place // BLOCK, own)
+
+
+def _impulses(size: np.ndarray, offsets: Tensor, values: Tensor) -> Marks:
+    """One value a segment, at an offset."""
+    some = np.flatnonzero(size)
+    return _marks(size, some, native(offsets)[like(some, native(offsets))], values)
+
+
+def _odd(size: np.ndarray, places: np.ndarray, decay: PerSegment) -> Marks:
+    ends = np.cumsum(size)
+    segments = np.searchsorted(ends, places, side="right")
+    return _marks(size, segments, places - (ends - size)[segments], decay)
 
 
 def _scan_tiles(x: Tensor, lengths, decay, scale, impulse, odd: Odd | None, heads: Tensor | None) -> Iterator[Tile]:
     """Each group's tile, last first; fills the heads of the segments if these are wanted."""
-    x = countable(x)
-    starts = np.cumsum(np.asarray(lengths, dtype=np.int64)) - lengths
+    x, size = countable(x), np.asarray(lengths, dtype=np.int64)
+    starts = np.cumsum(size) - size
+    impulses = None if impulse is None else _impulses(size, *impulse)
+    marks = None if odd is None else _odd(size, *odd)
     head = None
-    for group in plan(lengths, one=x.is_cuda):
-        tile = _scan_tile(native(x), group, starts, decay, scale, impulse, odd, head)
+    for group in plan(size, one=x.is_cuda):
+        tile = _scan_tile(native(x), group, decay, scale, impulses, marks, head)
         if heads is not None or group.tokens.start > starts[group.segments.start]:
             first = _first_values(tile)
             head = first[:1]
@@ -305,17 +348,20 @@ def _scan_tiles(x: Tensor, lengths, decay, scale, impulse, odd: Odd | None, head
         yield tile
 
 
-def _scan_tile(x: Array, group: Group, starts, decay, scale, impulse, odd: Odd | None, head: Array | None) -> Tile:
+def _scan_tile(
+    x: Array, group: Group, decay, scale, impulses: Marks | None, odd: Marks | None, head: Array | None
+) -> Tile:
     rows = native(torch.empty(BLOCK, group.num_blocks, dtype=torch.float64, device=getattr(x, "device", None)))
     rows[...] = _stage(x, group).reshape(-1, BLOCK).T
     if isinstance(scale, Tensor) or scale != 1.0:
         rows *= _per_block(scale, group)
-    if impulse is not None:
-        _add_impulses(rows, group, starts, *impulse)
+    if impulses is not None:
+        here = impulses.of(group)
+        rows[here.row, here.block] += here.value
     powers = _powers(decay, group, rows)
     decay = _per_block(decay, group)
     gain = powers[BLOCK] if isinstance(decay, float) else _repeat(powers[BLOCK], group)
-    apart = None if odd is None else _odd_blocks(odd, decay, group, rows)
+    apart = None if odd is None else _odd_blocks(odd.of(group), decay, group, rows)
     if apart is None:
         _add_following(rows, _rates(decay, rows))
     else:
@@ -347,15 +393,11 @@ def _add_following(rows: Array, rates: list) -> None:
         following = row
 
 
-def _odd_blocks(odd: Odd, decay: Any, group: Group, rows: Array) -> OddBlocks | None:
-    """The tile's share of the odd tokens; None where it has none."""
-    at, own = odd
-    first, last = np.searchsorted(at, [group.tokens.start, group.tokens.stop])
-    if first == last:
+def _odd_blocks(odd: Marks, decay: Any, group: Group, rows: Array) -> OddBlocks | None:
+    """The blocks of a tile that hold odd tokens; None where there are none."""
+    block = odd.block
+    if not len(block):
         return None
-    at = at[first:last] - group.tokens.start
-    segment = np.searchsorted(np.cumsum(group.lengths), at, side="right")
-    block, row = np.divmod(at + np.cumsum(group.pads)[segment], BLOCK)
     new = np.ones(len(block), dtype=bool)
     np.not_equal(block[1:], block[:-1], out=new[1:])
     blocks, column = block[new], np.cumsum(new) - 1
@@ -367,26 +409,8 @@ def _odd_blocks(odd: Odd, decay: Any, group: Group, rows: Array) -> OddBlocks | 
     rates = lib.empty_like(rows[:, : len(blocks)])
     rates[...] = decay if isinstance(decay, float) else decay[blocks_]
     rates[like(np.arange(BLOCK)[:, None] < pads[blocks], rows)] = 1.0
-    each = native(own)[group.segments][like(segment, rows)] if isinstance(own, Tensor) else own
-    rates[like(row, rows), like(column, rows)] = each
+    rates[like(odd.row, rows), like(column, rows)] = odd.value
     return OddBlocks(slice(None) if len(blocks) == group.num_blocks else blocks_, rates)
-
-
-def _add_impulses(rows: Array, group: Group, starts: np.ndarray, offsets: Tensor, values: Tensor) -> None:
-    """Add one value a segment at an offset; of a segment in several groups, in the one that holds the place."""
-    offset: Array
-    value: Array
-    offset, value = native(offsets)[group.segments], native(values)[group.segments]
-    first = group.front
-    if len(group.some) < len(group.lengths):
-        some = like(group.some, rows)
-        offset, value, first = offset[some], value[some], first[group.some]
-    if len(first) == 1 and not isinstance(rows, Tensor):  # part of a long segment?
-        offset = offset - (group.tokens.start - starts[group.segments.start + group.some[0]])
-        here = (offset >= 0) & (offset < group.lengths[group.some])
-        offset, value = np.where(here, offset, 0), np.where(here, value, 0.0)
-    position = offset + like(first, rows)
-    rows[position % BLOCK, position // BLOCK] += value  # one a segment: no position twice
 
 
 def _finish_tile(tile: Tile, dtype: torch.dtype) -> Tensor:
