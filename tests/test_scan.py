@@ -291,21 +291,23 @@ def test_bits_do_not_depend_on_batch_mates_nor_on_tiles(tile, steps, monkeypatch
     bits_alone_and_with_mates(lengths, 1.0, steps=steps, dtype=torch.float64)
 
 
-@pytest.mark.parametrize("ticks", [False, True])
+@pytest.mark.parametrize("ticks", ["none", "often", "one in a tile's first block"])
 @pytest.mark.parametrize("decay", [0.99, torch.linspace(0.9, 1.0, 7, dtype=torch.float64)], ids=["one", "many"])
 def test_what_enters_runs_through_all_tiles_of_a_segment(decay, ticks, monkeypatch):
     """As if it were one more token at the segment's end."""
     lengths = [5, 100, 0, 1003, 1, 33, 16]
     x, entering = normal(sum(lengths), 5).double(), normal(len(lengths), 6).double()
     tick = normal(len(x), 7) > 0
+    if ticks.startswith("one"):  # of the tiles of 3 blocks below
+        tick = torch.cat([torch.arange(n, 0, -1) % 48 == 40 for n in lengths])
     one_more = lambda y, ends: torch.cat(
         [part for pair in zip(y.split(lengths), ends.split(1), strict=True) for part in pair]
     )
     longer = [n + 1 for n in lengths]
     end_tick = one_more(tick, torch.zeros(len(lengths), dtype=torch.bool))
     # At ticks the decay, elsewhere another one, as the inner clock of GAE and the turn clock have it.
-    rate, odd = (0.5, (tick.nonzero()[:, 0].numpy(), decay)) if ticks else (decay, None)
-    end_odd = (end_tick.nonzero()[:, 0].numpy(), decay) if ticks else None
+    rate, odd = (0.5, (tick.nonzero()[:, 0].numpy(), decay)) if ticks != "none" else (decay, None)
+    end_odd = (end_tick.nonzero()[:, 0].numpy(), decay) if ticks != "none" else None
     whole = scan.scan(one_more(x, entering), longer, rate, odd=end_odd, dtype=torch.float64)
     expected = torch.cat([part[:-1] for part in whole.split(longer)])
     alone = scan.scan(x, lengths, rate, odd=odd, dtype=torch.float64)
