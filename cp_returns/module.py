@@ -170,7 +170,7 @@ class ContextParallelReturns(nn.Module):
             where.cp,
             STRATEGIES[self.config.strategy],
             self.config.agreement,
-            settings=self.config.settings,
+            settings=self.config.shown,
         )
         return self._compute(cp, where, packed, numbers_of, {k: v for k, v in numbers.items() if v is not None})
 
@@ -392,7 +392,8 @@ class ContextParallelReturns(nn.Module):
             },
         )
         sizes = cp.layout.lengths(cp.rank).tolist()
-        shards = [list(torch.split(x, sizes)) for x in (returns, advantages, batch.here)]
+        # Unlike `split`, without the views' shared version counter: nobody holds what is split here.
+        shards = [list(torch.unsafe_split_with_sizes(x, sizes)) for x in (returns, advantages, batch.here)]
         return Returns(shards[0], shards[1], shards[2], info)
 
 
