@@ -159,6 +159,10 @@ class ReturnsConfig:
         """`settings` as ranks compare them, once for all calls."""
         return {name: str(value) for name, value in self.settings.items()}
 
+    @cached_property
+    def whiten_options(self) -> dict[str, Any]:
+        return {name: self[f"whiten_{name}"] for name in whiten_options()}
+
     def group_options(self) -> dict[str, Any]:
         names = ("center", "scale", "ddof", "eps")
         return {name: self[f"group_{name}"] for name in names} | {"singleton": self["singleton"]}
