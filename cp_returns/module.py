@@ -392,8 +392,8 @@ class ContextParallelReturns(nn.Module):
         )
         sizes = cp.layout.lengths(cp.rank).tolist()
         # The packed tensors are not seen outside: autograd need not know their shards as views of them.
-        shards = [list(torch.unsafe_split_with_sizes(x, sizes)) for x in (returns, advantages, batch.here)]
-        return Returns(shards[0], shards[1], shards[2], info)
+        shards, others = (list(torch.unsafe_split_with_sizes(x, sizes)) for x in (returns, advantages))
+        return Returns(shards, others, batch.here, info)
 
 
 def _formula_inputs(config: ReturnsConfig) -> tuple[str, ...]:
