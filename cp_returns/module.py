@@ -391,9 +391,9 @@ class ContextParallelReturns(nn.Module):
             scope=_SCOPE | {"kl_sum": scope, "kl_mean": scope},
         )
         sizes = cp.layout.lengths(cp.rank).tolist()
-        # The packed tensors are not seen outside: autograd need not know their shards as views of them.
-        shards, others = (list(torch.unsafe_split_with_sizes(x, sizes)) for x in (returns, advantages))
-        return Returns(shards, others, batch.here, info)
+        # Nobody else holds the packed tensors: autograd need not know the shards as views of them.
+        of_returns, of_advantages = (list(torch.unsafe_split_with_sizes(x, sizes)) for x in (returns, advantages))
+        return Returns(of_returns, of_advantages, batch.here, info)
 
 
 def _formula_inputs(config: ReturnsConfig) -> tuple[str, ...]:
