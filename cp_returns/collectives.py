@@ -32,11 +32,11 @@ class over:  # noqa: N801 - reads as the function it is: over(group)
 
     @cached_property
     def rank(self) -> int:
-        return dist.get_rank(self.group)
+        return self.group.rank()
 
     @cached_property
     def size(self) -> int:
-        return dist.get_world_size(self.group)
+        return self.group.size()
 
     def __call__(self, x: Tensor) -> Tensor:
         x = x.detach().contiguous()
@@ -72,7 +72,7 @@ class Counted:
     def __call__(self, x: Tensor) -> Tensor:
         if self.all_gather is not alone:
             self.collectives += 1
-            self.bytes_sent += x.numel() * x.element_size()
+            self.bytes_sent += x.nbytes
         return self.all_gather(x)
 
     def __str__(self) -> str:

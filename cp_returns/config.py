@@ -154,6 +154,15 @@ class ReturnsConfig:
         given = {f.name: getattr(self, f.name) for f in fields(self)}
         return {name: defaults.get(name) if value is None else value for name, value in given.items()}
 
+    @cached_property
+    def shown(self) -> dict[str, str]:
+        """`settings` as ranks compare them, once for all calls."""
+        return {name: str(value) for name, value in self.settings.items()}
+
+    @cached_property
+    def whiten_options(self) -> dict[str, Any]:
+        return {name: self[f"whiten_{name}"] for name in whiten_options()}
+
     def group_options(self) -> dict[str, Any]:
         names = ("center", "scale", "ddof", "eps")
         return {name: self[f"group_{name}"] for name in names} | {"singleton": self["singleton"]}

@@ -58,7 +58,7 @@ class Layout:
     @cached_property
     def pieces_of_ranks(self) -> Integers:
         """[cp_size, own pieces] the pieces of each rank, ascending: all own equally many."""
-        return np.argsort(self.owners, kind="stable").reshape(self.cp_size, -1)
+        return self.owners.argsort(kind="stable").reshape(self.cp_size, -1)
 
     @cached_property
     def shares(self) -> Integers:
@@ -88,7 +88,7 @@ class Layout:
     @cached_property
     def starts(self) -> Integers:
         """[N] where each response begins in the full pack."""
-        return np.cumsum(self.response_lengths) - self.response_lengths
+        return self.response_lengths.cumsum() - self.response_lengths
 
     @cached_property
     def _slices(self) -> dict[int, list[slice]]:
@@ -118,9 +118,10 @@ class Layout:
         pieces = self.pieces(rank)
         first = (self.starts[:, None] + self.cuts[:, pieces]).ravel()
         lengths = self.piece_lengths[:, pieces].ravel()
-        within = np.arange(lengths.sum()) - np.repeat(np.cumsum(lengths) - lengths, lengths)
-        self._indices[rank] = np.repeat(first, lengths) + within
-        return self._indices[rank]
+        index = (first - (lengths.cumsum() - lengths)).repeat(lengths)  # where the local pack would begin
+        index += np.arange(len(index))
+        self._indices[rank] = index
+        return index
 
     def whole(self) -> "Layout":
         """The same responses in one piece each, on one rank."""

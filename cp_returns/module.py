@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, NoReturn
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -30,12 +31,16 @@ from cp_returns.layout import Layout, contiguous_pack
 from cp_returns.lists import pack, per_sample
 from cp_returns.report import Info, Returns, Whitening
 from cp_returns.whiten import MESSAGE, apply, merge, moments
-from cp_returns.whiten import options as whiten_options
 
 logger = logging.getLogger(__name__)
 
 
 _NUMBERS = ("gamma", "lam", "lam_value", "lam_alpha", "kl_coef")
+_SCOPE = {
+    **dict.fromkeys(("samples", "valid_tokens", "fully_masked", "missing_rewards"), "cp"),
+    **dict.fromkeys(("kl_in_reward", "whitening"), "global"),
+    **dict.fromkeys(("bytes_sent", "collectives"), "local"),
+}
 
 
 @dataclass(frozen=True)
@@ -170,7 +175,7 @@ class ContextParallelReturns(nn.Module):
             where.cp,
             STRATEGIES[self.config.strategy],
             self.config.agreement,
-            settings=self.config.settings,
+            settings=self.config.shown,
         )
         return self._compute(cp, where, packed, numbers_of, {k: v for k, v in numbers.items() if v is not None})
 
@@ -286,12 +291,11 @@ class ContextParallelReturns(nn.Module):
             whitens = error.usual.get("whiten", str(config.whiten)) == "True"
             here = replace(where, dp_cp=where.wide if whitens else None)
             self._refuse(here, str(error), full_mask.device, after=2)
-        told = batch.facts.told
-        facts = replace(batch.facts, told=[])
+        told: list[np.ndarray] = []  # by the DP x CP ranks
         whitening = None
         if where.dp_cp is not None:
-            advantages, whitening = self._whiten(cp, where.dp_cp, batch, facts, advantages)
-        return self._report(cp, where, batch, facts, told, returns, advantages, whitening)
+            advantages, whitening = self._whiten(cp, where.dp_cp, batch, told, advantages)
+        return self._report(cp, where, batch, told, returns, advantages, whitening)
 
     def _admit(self, cp: CPContext, packed: dict, full_mask: Tensor, samples: dict, numbers: dict) -> Batch:
         config = self.config
@@ -340,17 +344,17 @@ class ContextParallelReturns(nn.Module):
         return returns, copy(returns)
 
     def _whiten(
-        self, cp: CPContext, dp_cp: AllGather, batch: Batch, facts: Facts, x: Tensor
+        self, cp: CPContext, dp_cp: AllGather, batch: Batch, told: list[np.ndarray], x: Tensor
     ) -> tuple[Tensor, Whitening]:
-        options = {name: self.config[f"whiten_{name}"] for name in whiten_options()}
+        options = self.config.whiten_options
         bits = batch.keep
         weights = None
         if self.config["whiten_weight"] == "sequence":
-            options["ddof"] = 0
+            options = options | {"ddof": 0}
             weights = cp.spread(1.0 / batch.valid_counts.clamp(min=1).double())
         local = moments(x, bits, weights)
         if self.config.agreement == "full":
-            shared = Facts(settings=cp.settings, sums=facts.sums, told=facts.told)
+            shared = Facts(settings=cp.settings, sums=batch.facts.sums, told=told)
             messages = agree(dp_cp, shared, local, step="whiten", where="DP x CP rank", size=MESSAGE)
         else:
             messages = call(dp_cp, local, "whiten")
@@ -360,16 +364,16 @@ class ContextParallelReturns(nn.Module):
         return apply(x, bits, merged, options), Whitening(population, mean, m2 / freedom if freedom > 0 else 0.0)
 
     @quiet
-    def _report(self, cp, where, batch, facts, told, returns, advantages, whitening) -> Returns:
-        own, missing, masked, valid = facts.sums.tolist()
+    def _report(self, cp, where, batch, told, returns, advantages, whitening) -> Returns:
+        own, missing, masked, valid = batch.facts.sums.tolist()
         kl_sum, scope, tokens = own, "cp", valid
-        if where.size > 1 and not told:
-            scope, tokens = "local", -int(batch.keep.sum())  # bits: a valid token is -1
         if told:
-            kl_sum, scope = float(told[0][:, 0].sum()), "cp"
-        if facts.told and whitening is not None:
-            kl_sum, scope = float(facts.told[0][:, 0].sum()), "global"
-            tokens = float(facts.told[0][:, 3].sum()) / where.size  # the ranks of a CP group tell the same number
+            kl_sum, scope = float(told[0][:, 0].sum()), "global"
+            tokens = float(told[0][:, 3].sum()) / where.size  # the ranks of a CP group tell the same number
+        elif batch.facts.told:
+            kl_sum = float(batch.facts.told[0][:, 0].sum())
+        elif where.size > 1:
+            scope, tokens = "local", -int(batch.keep.sum())  # bits: a valid token is -1
         if missing:
             logger.warning(
                 "cp_returns: %d of %d samples have no reward (NaN) and were left out", missing, cp.layout.num_samples
@@ -385,16 +389,12 @@ class ContextParallelReturns(nn.Module):
             whitening=whitening,
             bytes_sent=sum(counted.bytes_sent for counted in where.counted),
             collectives=sum(counted.collectives for counted in where.counted),
-            scope={
-                **dict.fromkeys(("samples", "valid_tokens", "fully_masked", "missing_rewards"), "cp"),
-                **dict.fromkeys(("kl_sum", "kl_mean"), scope),
-                **dict.fromkeys(("kl_in_reward", "whitening"), "global"),
-                **dict.fromkeys(("bytes_sent", "collectives"), "local"),
-            },
+            scope=_SCOPE | {"kl_sum": scope, "kl_mean": scope},
         )
         sizes = cp.layout.lengths(cp.rank).tolist()
-        shards = [list(torch.split(x, sizes)) for x in (returns, advantages, batch.here)]
-        return Returns(shards[0], shards[1], shards[2], info)
+        # Nobody else holds the packed tensors: autograd need not know the shards as views of them.
+        of_returns, of_advantages = (list(torch.unsafe_split_with_sizes(x, sizes)) for x in (returns, advantages))
+        return Returns(of_returns, of_advantages, batch.here, info)
 
 
 def _formula_inputs(config: ReturnsConfig) -> tuple[str, ...]:

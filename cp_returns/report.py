@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 
 from torch import Tensor
 
@@ -34,9 +35,14 @@ class Info:
 
 @dataclass(frozen=True)
 class Returns:
-    """This rank's shards, in the order and lengths of the input; `masks` are the local masks that were used."""
+    """This rank's shards, in the order and lengths of the input."""
 
     returns: list[Tensor]
     advantages: list[Tensor]
-    masks: list[Tensor]
+    packed_mask: Tensor  # the local mask that was used, all shards in one
     info: Info
+
+    @cached_property
+    def masks(self) -> list[Tensor]:
+        """The local masks that were used; cut when they are first read, for many actors never do."""
+        return list(self.packed_mask.split([len(shard) for shard in self.returns]))
