@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from cp_returns import groups, lists
 from cp_returns.admission import Batch, admit
-from cp_returns.agreement import Facts, Problem, agree, refuse
+from cp_returns.agreement import Facts, agree, refuse
 from cp_returns.arrays import copy, quiet
 from cp_returns.collectives import AllGather, Counted, alone, call
 from cp_returns.config import LAYOUTS, STRATEGIES, ReturnsConfig
@@ -299,9 +299,8 @@ class ContextParallelReturns(nn.Module):
 
     def _admit(self, cp: CPContext, packed: dict, full_mask: Tensor, samples: dict, numbers: dict) -> Batch:
         config = self.config
-        kl, rewards, problem = packed["kl"], samples["rewards"], None
-        if config.kl is not None:
-            kl, problem = _approx_kl(cp, packed, full_mask, config)
+        kl = packed["kl"] if config.kl is None else _approx_kl(packed, config)
+        rewards = samples["rewards"]
         if config.estimator == "remax":
             rewards = less_baseline(rewards, samples["baselines"])
         tokens = {"kl": kl, "values": packed["values"], "token_rewards": packed["token_rewards"]}
@@ -310,7 +309,7 @@ class ContextParallelReturns(nn.Module):
             | {name: config[name] for name in _NUMBERS if config[name] is not None}
             | numbers
         )
-        batch = admit(
+        return admit(
             cp,
             full_mask,
             rewards,
@@ -323,9 +322,6 @@ class ContextParallelReturns(nn.Module):
             nonfinite=config.nonfinite,
             owned=True,
         )
-        if problem is not None:
-            return replace(batch, facts=replace(batch.facts, problem=problem))
-        return batch
 
     def _estimate(self, cp: CPContext, dp: AllGather, batch: Batch, samples: dict) -> tuple[Tensor, Tensor]:
         config = self.config
@@ -412,17 +408,9 @@ def _is_zero(x: float | Tensor) -> bool:
     return not isinstance(x, Tensor) and x == 0
 
 
-def _approx_kl(
-    cp: CPContext, packed: dict, full_mask: Tensor, config: ReturnsConfig
-) -> tuple[Tensor | None, Problem | None]:
+def _approx_kl(packed: dict, config: ReturnsConfig) -> Tensor:
     """The KL at all tokens: admission selects the valid ones, whatever the others hold."""
-    a, b = packed["log_probs"], packed["ref_log_probs"]
-    expected = int(cp.layout.lengths(cp.rank).sum())
-    for name, x in (("log_probs", a), ("ref_log_probs", b)):
-        if tuple(x.shape) != (expected,):
-            return None, Problem(f"shape of {name}", list(x.shape), f"[{expected}]")
-    d = difference(a, b)
+    d = difference(packed["log_probs"], packed["ref_log_probs"])
     kl = of_difference(d, kind=config["kl"], clamp=config.kl_clamp)
-    if config.kl_clamp is not None:  # it would hide an infinite log-prob
-        kl = torch.where(d.isfinite(), kl, torch.nan)
-    return kl, None
+    # A clamp would hide an infinite log-prob.
+    return kl if config.kl_clamp is None else torch.where(d.isfinite(), kl, torch.nan)

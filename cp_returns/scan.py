@@ -231,7 +231,7 @@ def finish(begun: Scan, entering: Float64[Tensor, " segments"] | None = None, *,
         group = tile.group
         if entering is not None:
             _let_in(tile, head if group.continues else native(entering)[group.segments])
-        staged = _finish_tile(tile, dtype)
+        staged = _finish_tile(tile, out)
         head = tile.rows[0, :1] + 0.0  # for the group before, where its segment goes on in this one, which has no pads
         del tile  # its rows are twice the output's size, which is not in memory before it is written to
         _write(staged, group, out, begun.keep)
@@ -253,7 +253,7 @@ def scan(
     """finish(begin(..)), tile by tile: each stays in cache, and no more than one is in memory."""
     out = empty(len(x), dtype=dtype, device=x.device)
     for tile in _scan_tiles(x, lengths, decay, scale, impulse, odd, heads=None):
-        _write(_finish_tile(tile, dtype), tile.group, out, keep)
+        _write(_finish_tile(tile, out), tile.group, out, keep)
     return out
 
 
@@ -413,18 +413,20 @@ def _odd_blocks(odd: Marks, decay: Any, group: Group, rows: Array) -> OddBlocks 
     return OddBlocks(slice(None) if len(blocks) == group.num_blocks else blocks_, rates)
 
 
-def _finish_tile(tile: Tile, dtype: torch.dtype) -> Tensor:
-    """Let what lies below each block run through its rows; [blocks * 16] y, as `_stage` lays out x."""
+def _finish_tile(tile: Tile, out: Tensor) -> Tensor:
+    """Let what lies below each block run through its rows; [blocks * 16] y, as `_stage` lays out x: where nothing is
+    padded, that is the group's part of out.
+    """
     rows, below, odd = tile.rows, tile.below, tile.odd
-    staged = torch.empty(rows.shape[1], BLOCK, dtype=dtype, device=getattr(rows, "device", None))
-    to = native(staged)
+    staged = out[tile.group.tokens] if not tile.group.pads.any() else out.new_empty(BLOCK * rows.shape[1])
+    to = native(staged).reshape(-1, BLOCK)
     if odd is None:
         _add_entering(rows, _rates(tile.decay, rows), below, to)
-        return staged.view(-1)
+        return staged
     alone, entering = rows[:, odd.blocks], below[odd.blocks]
     if isinstance(odd.blocks, slice):
         _add_entering(alone, list(odd.rates), entering, to)
-        return staged.view(-1)
+        return staged
     entering = entering + 0.0
     _add_entering(rows, _rates(tile.decay, rows), below, to)
     _add_entering(alone, list(odd.rates), entering)
@@ -432,7 +434,7 @@ def _finish_tile(tile: Tile, dtype: torch.dtype) -> Tensor:
     ends[...] = alone.T  # torch does not convert where it writes by an index
     to[odd.blocks] = ends
     rows[0, odd.blocks] = alone[0]
-    return staged.view(-1)
+    return staged
 
 
 def _add_entering(rows: Array, rates: list, carry: Array, to: Array | None = None) -> None:
@@ -541,8 +543,7 @@ def _stage(x: Array, group: Group) -> Array:
 def _unstage(staged: Tensor, group: Group, out: Tensor) -> None:
     """Write the tokens of the group to their place in the pack."""
     if not group.pads.any():
-        out[group.tokens] = staged
-        return
+        return  # they are there
     if group.place is not None:
         native(out)[group.tokens] = native(staged)[like(group.place, native(staged))]
         return
