@@ -52,6 +52,11 @@ def zeros(n: int, x: Array) -> Array:
     return np.zeros(n, x.dtype) if isinstance(x, np.ndarray) else x.new_zeros(n)
 
 
+def columns(x: Array, index: Array) -> Array:
+    """x[:, index] as a new array, row by row in memory, which numpy's own indexing does not give."""
+    return x.take(index, axis=1) if isinstance(x, np.ndarray) else x[:, index]
+
+
 def empty(n: int, *, dtype: torch.dtype, device: torch.device) -> Tensor:
     """torch.empty; a large one on the host from numpy, which asks for huge pages: the faults of small ones can cost as
     much as the scan that writes there.

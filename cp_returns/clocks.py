@@ -13,8 +13,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from cp_returns.layout import Layout
-from cp_returns.masks import Prefix, turn_ends
-from cp_returns.scan import Odd, PerSegment, places
+from cp_returns.masks import Prefix, places, turn_ends
+from cp_returns.scan import Odd, PerSegment
 
 CLOCKS = ("token", "trainable", "turn")
 

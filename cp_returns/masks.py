@@ -85,6 +85,11 @@ def _sum_words(words: Array) -> Array:
     return np.einsum("ij->i", words) if isinstance(words, np.ndarray) else words.sum(1)
 
 
+def places(mask: Tensor) -> np.ndarray:
+    """Where a bool mask holds, ascending; on the host."""
+    return mask.nonzero()[:, 0].cpu().numpy() if mask.is_cuda else np.flatnonzero(mask.numpy())
+
+
 def turn_ends(mask: Tensor, response_lengths: np.ndarray) -> Tensor:
     """The last token of each run of valid tokens of a response, in a packed bool mask."""
     following = torch.zeros_like(mask)

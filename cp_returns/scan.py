@@ -23,9 +23,9 @@ import torch
 from jaxtyping import Bool, Float64, Int8, Shaped
 from torch import Tensor
 
-from cp_returns.arrays import Array, empty, library, like, native, quiet, tensor, zeros
+from cp_returns.arrays import Array, columns, empty, library, like, native, quiet, tensor, zeros
 from cp_returns.layout import Lengths
-from cp_returns.masks import Prefix
+from cp_returns.masks import Prefix, places
 
 BLOCK = 16
 TILE = 8192  # blocks: 1 MiB of float64 rows stays in cache while it is worked on
@@ -115,11 +115,6 @@ def put(x: Tensor, mask: Bool[Tensor, " tokens"]) -> Tensor:
     return whole
 
 
-def places(mask: Bool[Tensor, " tokens"]) -> np.ndarray:
-    """Where the mask holds, ascending; on the host."""
-    return mask.nonzero()[:, 0].cpu().numpy() if mask.is_cuda else np.flatnonzero(mask.numpy())
-
-
 @dataclass(frozen=True)
 class Group:
     """Host plan for neighbouring segments that are worked on together: where their blocks lie."""
@@ -180,15 +175,13 @@ class Tile:
 
 @dataclass(frozen=True)
 class OddBlocks:
-    """The blocks of a tile that hold a token with a decay of its own."""
+    """The blocks of a tile that hold a token with a decay of its own: scanned apart, their columns of the tile's rows
+    mean nothing but for row 0.
+    """
 
-    blocks: Any  # which: host integers, or all of them as a slice
-    rates: Array  # [16, odd blocks] the decay of every token, 1 in a segment's front pad
-
-    @property
-    def gain(self) -> Array:
-        """[odd blocks] of a whole block."""
-        return self.rates.prod(0)
+    blocks: Array  # which of the tile's
+    y: Array  # [16, odd blocks] after the local scan
+    through: Array  # [16, odd blocks] the gain from what enters a block to each of its tokens
 
 
 @dataclass(frozen=True)
@@ -362,16 +355,12 @@ def _scan_tile(
     decay = _per_block(decay, group)
     gain = powers[BLOCK] if isinstance(decay, float) else _repeat(powers[BLOCK], group)
     apart = None if odd is None else _odd_blocks(odd.of(group), decay, group, rows)
-    if apart is None:
+    if apart is None or len(apart.blocks) < group.num_blocks:
         _add_following(rows, _rates(decay, rows))
-    else:
-        alone = rows[:, apart.blocks]
-        _add_following(alone, list(apart.rates))
-        if not isinstance(apart.blocks, slice):
-            _add_following(rows, _rates(decay, rows))
-            rows[:, apart.blocks] = alone
+    if apart is not None:
+        rows[0][apart.blocks] = apart.y[0]
         gain = gain + library(rows).zeros_like(rows[0])
-        gain[apart.blocks] = apart.gain
+        gain[apart.blocks] = apart.through[0]
     below = _values_below(rows, gain, group, head if group.continues else None)
     return Tile(group, rows, decay, apart, powers, gain, below)
 
@@ -400,17 +389,21 @@ def _odd_blocks(odd: Marks, decay: Any, group: Group, rows: Array) -> OddBlocks 
         return None
     new = np.ones(len(block), dtype=bool)
     np.not_equal(block[1:], block[:-1], out=new[1:])
-    blocks, column = block[new], np.cumsum(new) - 1
-    if 2 * len(blocks) > group.num_blocks:
-        blocks, column = np.arange(group.num_blocks), block
+    host = block[new]
+    blocks = like(host, rows)
+    y = columns(rows, blocks)
+    rates = library(rows).empty_like(y)
+    rates[...] = decay if isinstance(decay, float) else decay[blocks]
     pads = np.zeros(group.num_blocks, dtype=np.int64)
     pads[group.first] = group.pads[group.some]
-    lib, blocks_ = library(rows), like(blocks, rows)
-    rates = lib.empty_like(rows[:, : len(blocks)])
-    rates[...] = decay if isinstance(decay, float) else decay[blocks_]
-    rates[like(np.arange(BLOCK)[:, None] < pads[blocks], rows)] = 1.0
-    rates[like(odd.row, rows), like(column, rows)] = odd.value
-    return OddBlocks(slice(None) if len(blocks) == group.num_blocks else blocks_, rates)
+    padded = np.flatnonzero(pads[host])
+    row, column = np.nonzero(np.arange(BLOCK)[:, None] < pads[host[padded]])
+    rates[like(row, rows), like(padded[column], rows)] = 1.0  # so that row 0 has the first token's y
+    rates[like(odd.row, rows), like(np.cumsum(new) - 1, rows)] = odd.value
+    for k in (1, 2, 4, 8):  # by doubling, in few calls: a tile has few such blocks
+        y[:-k] += rates[:-k] * y[k:]
+        rates[:-k] = rates[:-k] * rates[k:]
+    return OddBlocks(blocks, y, rates)
 
 
 def _finish_tile(tile: Tile, out: Tensor) -> Tensor:
@@ -420,34 +413,27 @@ def _finish_tile(tile: Tile, out: Tensor) -> Tensor:
     rows, below, odd = tile.rows, tile.below, tile.odd
     staged = out[tile.group.tokens] if not tile.group.pads.any() else out.new_empty(BLOCK * rows.shape[1])
     to = native(staged).reshape(-1, BLOCK)
-    if odd is None:
+    entering = None if odd is None else below[odd.blocks]
+    if odd is None or len(odd.blocks) < tile.group.num_blocks:
         _add_entering(rows, _rates(tile.decay, rows), below, to)
-        return staged
-    alone, entering = rows[:, odd.blocks], below[odd.blocks]
-    if isinstance(odd.blocks, slice):
-        _add_entering(alone, list(odd.rates), entering, to)
-        return staged
-    entering = entering + 0.0
-    _add_entering(rows, _rates(tile.decay, rows), below, to)
-    _add_entering(alone, list(odd.rates), entering)
-    ends = library(to).empty_like(to[: alone.shape[1]])
-    ends[...] = alone.T  # torch does not convert where it writes by an index
-    to[odd.blocks] = ends
-    rows[0, odd.blocks] = alone[0]
+    if odd is not None:
+        y = odd.y + odd.through * entering
+        ends = library(to).empty_like(to[: y.shape[1]])
+        ends[...] = y.T  # torch does not convert where it writes by an index
+        to[odd.blocks] = ends
+        rows[0][odd.blocks] = y[0]
     return staged
 
 
-def _add_entering(rows: Array, rates: list, carry: Array, to: Array | None = None) -> None:
+def _add_entering(rows: Array, rates: list, carry: Array, to: Array) -> None:
     """y_c += rate_c * .. * rate_15 * entering, row by row from the last; each is written to [blocks, 16] while it is in
     cache. Uses the carry up.
     """
-    columns = [None] * BLOCK if to is None else list(to.T)
-    for row, rate, column in zip(list(rows)[::-1], rates[::-1], columns[::-1], strict=True):
+    for row, rate, column in zip(list(rows)[::-1], rates[::-1], list(to.T)[::-1], strict=True):
         if rate is not None:
             carry *= rate
         row += carry
-        if column is not None:
-            column[...] = row
+        column[...] = row
 
 
 def _write(staged: Tensor, group: Group, out: Tensor, keep: Tensor | None) -> None:
@@ -518,10 +504,10 @@ def _first_values(tile: Tile) -> Array:
     if tile.powers.ndim == 2:
         at = (at, like(tile.group.some, tile.rows))
     gain = tile.powers[at]
-    if tile.odd is not None:  # front pads of an odd block do not decay: its gain is that of its first token
-        odd = library(below).zeros_like(below)
-        odd[tile.odd.blocks] = 1.0
-        gain = library(below).where(odd[first] > 0, tile.gain[first], gain)
+    if tile.odd is not None:
+        lib, odd = library(below), library(below).zeros_like(below) > 0
+        odd[tile.odd.blocks] = True
+        gain, pads = lib.where(odd[first], tile.gain[first], gain), lib.where(odd[first], 0, pads)
     return tile.rows[pads, first] + gain * below[first]
 
 

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cp_returns import masks, reference
-from cp_returns.masks import Prefix, turn_ends
+from cp_returns.masks import Prefix, places, turn_ends
 
 # runs as well as single tokens, so that whole words are 0 and 1, and more than one line of 128 tokens
 MASKS = st.lists(st.tuples(st.booleans(), st.integers(1, 60)), max_size=8).map(
@@ -88,6 +88,14 @@ def test_the_mask_is_left_as_it_is(strided, few):
     assert prefix.before(np.array([20])).item() == (20 if strided else 10)
     turn_ends(given_, np.array([len(given_)]))
     assert torch.equal(given_, before)
+
+
+@given(MASKS, st.integers(0, 9))
+def test_places(mask, skipped):
+    """Also of a slice, whose words lie anywhere."""
+    some = torch.tensor(mask, dtype=torch.bool)[skipped:]
+    assert places(some).tolist() == [j for j, valid in enumerate(mask[skipped:]) if valid]
+    assert places(some[::2]).tolist() == [j for j, valid in enumerate(mask[skipped::2]) if valid]
 
 
 @given(st.lists(MASKS, max_size=5))
