@@ -39,7 +39,7 @@ class Batch:
     inputs: Inputs  # per-token, of this rank's steps, selected by the mask
     numbers: Mapping[str, PerSample]  # gamma, lam, kl_coef, ..: a float or float64 [samples]
     mask: Bool[Tensor, " full"]  # tokens that count: the loss mask of the samples that count
-    rewards: Float64[Tensor, " samples"]
+    rewards: Float64[Tensor, " samples"]  # 0 where none are given
     counted: Bool[Tensor, " samples"]  # not left out by sample_mask or a missing reward
     missing: Bool[Tensor, " samples"]  # a NaN reward
     bootstrap: Float64[Tensor, " samples"] | None
@@ -48,6 +48,7 @@ class Batch:
     here: Bool[Tensor, " local"]  # this rank's part of the mask
     keep: Int8[Tensor, " local"]  # the same as bits
     all_steps: bool = True  # masked tokens are steps too
+    rewarded: bool = True  # were rewards given?
 
     @property
     def dtype(self) -> torch.dtype:
@@ -67,7 +68,7 @@ class Batch:
     def reward(self, cp: CPContext, kl: Tensor | None, token_rewards: Tensor | None) -> Reward:
         """r_j = -kl_coef * kl_j + token_reward_j on valid tokens, and the scalar reward at the last valid token."""
         coef = self.numbers["kl_coef"]
-        terminal = cp.terminal(self.last_valid, self.rewards)
+        terminal = cp.terminal(self.last_valid, self.rewards) if self.rewarded else None
         if token_rewards is None and kl is not None:
             return Reward(kl, -coef, terminal)
         if token_rewards is None:
@@ -178,6 +179,7 @@ def admit(
         here,
         keep,
         all_steps=clock == "token",
+        rewarded=rewards is not None,
     )
 
 

@@ -277,6 +277,7 @@ class ContextParallelReturns(nn.Module):
                     text = str(error)
         raise CPInputError(text)
 
+    @quiet
     def _compute(self, cp: CPContext, where: _Groups, packed: dict, samples: dict, numbers: dict) -> Returns:
         full_mask: Tensor = packed.pop("loss_masks")
         config = self.config
@@ -359,7 +360,6 @@ class ContextParallelReturns(nn.Module):
         freedom = population - options["ddof"]
         return apply(x, bits, merged, options), Whitening(population, mean, m2 / freedom if freedom > 0 else 0.0)
 
-    @quiet
     def _report(self, cp, where, batch, told, returns, advantages, whitening) -> Returns:
         own, missing, masked, valid = batch.facts.sums.tolist()
         kl_sum, scope, tokens = own, "cp", valid

@@ -36,6 +36,7 @@ Odd = tuple[np.ndarray, PerSegment]
 """Ascending places in the pack, on the host, and the decay at these tokens."""
 
 
+@quiet
 def reverse_scan(
     x: Shaped[Tensor, " tokens"],
     lengths: Lengths,
@@ -193,7 +194,6 @@ class Scan:
     heads: Float64[Tensor, " segments"]
 
 
-@quiet
 def begin(
     x: Shaped[Tensor, " tokens"],
     lengths: Lengths,
@@ -214,7 +214,6 @@ def begin(
     return Scan(tiles, keep, heads)
 
 
-@quiet
 def finish(begun: Scan, entering: Float64[Tensor, " segments"] | None = None, *, dtype: torch.dtype) -> Tensor:
     """All y, with `entering` (default 0) as the y past each segment's end; rounded to dtype once. Uses it up."""
     out = empty(begun.tiles[0].group.tokens.stop if begun.tiles else 0, dtype=dtype, device=begun.heads.device)
@@ -231,7 +230,6 @@ def finish(begun: Scan, entering: Float64[Tensor, " segments"] | None = None, *,
     return out
 
 
-@quiet
 def scan(
     x: Shaped[Tensor, " tokens"],
     lengths: Lengths,

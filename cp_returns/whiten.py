@@ -36,6 +36,7 @@ def options(
 
 
 @torch.no_grad()
+@quiet
 def whiten(
     x: Shaped[Tensor, " local"],
     mask: Shaped[Tensor, " local"],
@@ -82,7 +83,6 @@ def whiten(
     return apply(x, as_bits(mask), merge(messages), chosen)
 
 
-@quiet
 def moments(x: Tensor, bits: Tensor, weights: Tensor | None = None) -> Float64[Tensor, "3"]:
     """(weight, mean, M2) of the valid tokens. Taken about one valid token, so a constant has M2 exactly 0 and an exact
     mean.
@@ -104,7 +104,6 @@ def moments(x: Tensor, bits: Tensor, weights: Tensor | None = None) -> Float64[T
     return tensor(stack(total, origin + shift, (d if w is None else d * w).sum()))
 
 
-@quiet
 def merge(messages: Float64[Tensor, "ranks 3"]) -> Float64[Tensor, "3"]:
     """(weight, mean, M2) of all ranks (Chan et al.), about the mean of the heaviest rank: equal means merge to
     themselves.
@@ -118,7 +117,6 @@ def merge(messages: Float64[Tensor, "ranks 3"]) -> Float64[Tensor, "3"]:
     return tensor(stack(total, origin + shift, m2.sum() + (weight * lib.square(d - shift)).sum()))
 
 
-@quiet
 def apply(x: Tensor, bits: Tensor, merged: Float64[Tensor, "3"], options: Mapping[str, Any]) -> Tensor:
     """Whiten this rank's tokens by the moments of all."""
     x64 = copy(x.detach(), torch.float64)

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from cp_returns.admission import admit
 from cp_returns.agreement import Check, Facts, Problem, agree, refuse
+from cp_returns.arrays import quiet
 from cp_returns.collectives import AllGather, call
 from cp_returns.context import CPContext
 from cp_returns.errors import CPInputError
@@ -217,6 +218,7 @@ def get_advantages_and_returns_batch(
 
 
 @torch.no_grad()
+@quiet
 def distributed_masked_whiten(
     values: Tensor,
     mask: Tensor,
