@@ -192,7 +192,8 @@ def _steps(layout: Layout, mask: Prefix, clock: str) -> tuple[Layout, Clock, Arr
         return steps, ticks, counts, counts - 1
     starts = like(layout.starts, words)
     upto = mask.before(starts + like(layout.response_lengths, words))
-    counts = upto - mask.before(starts)
+    counts = upto + 0
+    counts[1:] -= upto[:-1]  # a response begins where the one before it ends
     return layout, Clock(), counts, library(words).where(counts > 0, mask.place(upto) - starts, -1)
 
 

@@ -1,7 +1,7 @@
 """Counting in a packed 0/1 mask, a long one without a pass over single tokens: eight tokens are a 64-bit word, 16 words
 a line.
 
-Works on the mask's device and never reads it back to the host. Arrays as in `arrays`.
+Works on the mask's device; only `on_host` and `places` read from it. Arrays as in `arrays`.
 """
 
 import numpy as np

@@ -209,11 +209,11 @@ def count(monkeypatch):
 
 
 LIMITS = [  # torch calls and numpy calls of a batch of at most 32k tokens, collectives
-    ("carry", {}, 110, 110, 1),
-    ("gather", {}, 115, 100, 2),
-    ("carry", {"whiten": True}, 160, 130, 2),
-    ("carry", {"estimator": "gae", "whiten": True}, 250, 230, 2),
-    ("gather", {"estimator": "gae", "whiten": True}, 250, 210, 3),
+    ("carry", {}, 80, 110, 1),
+    ("gather", {}, 90, 100, 2),
+    ("carry", {"whiten": True}, 105, 130, 2),
+    ("carry", {"estimator": "gae", "whiten": True}, 145, 165, 2),
+    ("gather", {"estimator": "gae", "whiten": True}, 165, 120, 3),
 ]
 PER_32K = (8, 48)  # more torch calls and numpy calls for each further 32k tokens
 
