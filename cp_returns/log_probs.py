@@ -69,7 +69,7 @@ def slice_responses(full: Sequence[Tensor], layout: Layout, rank: int) -> list[T
     _check_lengths(full, layout.response_lengths, "response")
     if not full:
         return []
-    index = torch.from_numpy(layout.index(rank)).to(full[0].device)
+    index = torch.from_numpy(layout.kept_index(rank)).to(full[0].device)
     return list(torch.cat(list(full)).index_select(0, index).split(layout.lengths(rank).tolist()))
 
 
@@ -109,9 +109,10 @@ def _held(layout: Layout, rank: int, first: Integers | int, count: Integers) -> 
 def _check_lengths(full: Sequence[Tensor], lengths: Integers, what: str) -> None:
     if len(full) != len(lengths):
         raise ValueError(f"{len(full)} tensors for {len(lengths)} samples")
-    for i, (tensor, length) in enumerate(zip(full, lengths, strict=True)):
-        if len(tensor) != length:
-            raise ValueError(f"sample {i}: a tensor of {len(tensor)} tokens; expected its {what} length {length}")
+    given, expected = [tensor.size(0) for tensor in full], lengths.tolist()
+    if given != expected:
+        i = next(i for i, (n, length) in enumerate(zip(given, expected, strict=True)) if n != length)
+        raise ValueError(f"sample {i}: a tensor of {given[i]} tokens; expected its {what} length {expected[i]}")
 
 
 def _megatrons_or_torchs() -> CrossEntropy:

@@ -13,7 +13,7 @@ from cp_returns.arrays import Array, library, like, native, tensor, zeros
 _WORDS = 16
 _LINE = 8 * _WORDS  # tokens; few enough that the bytes of a line's words add up without a carry
 _FEW = 2**16  # tokens, below which one number a token costs less
-ONES = 0x0101010101010101  # a valid token in each byte
+_ONES = 0x0101010101010101  # a valid token in each byte
 _AHEAD = np.zeros((_LINE, _LINE), dtype=np.uint8)  # the bytes of a line ahead of each of its positions
 _AHEAD[np.tril_indices(_LINE, -1)] = 0xFF
 _AHEAD = _AHEAD.view(np.int64)
@@ -40,7 +40,7 @@ class Prefix:
         lib = library(rest)
         self._rest = rest.view(lib.int64)
         self._words = native(mask)[:apart].view(lib.int64).reshape(-1, _WORDS)
-        through = popcount(_sum_words(self._words)).cumsum(0)
+        through = _popcount(_sum_words(self._words)).cumsum(0)
         self._counts = lib.concatenate([zeros(1, through), through])  # before each line
 
     def before(self, position: Array) -> Array:
@@ -48,7 +48,7 @@ class Prefix:
         if self._each is not None:
             return self._each[position]
         line, ahead = position // _LINE, like(_AHEAD, position)[position % _LINE]
-        return self._counts[line] + popcount(_sum_words(self._at(line) & ahead))
+        return self._counts[line] + _popcount(_sum_words(self._at(line) & ahead))
 
     def on_host(self, position: np.ndarray) -> np.ndarray:
         """`before`, host numbers in and out."""
@@ -61,12 +61,12 @@ class Prefix:
             return lib.searchsorted(self._each[1:], rank)
         line = lib.searchsorted(self._counts[1:], rank)
         words, within = self._at(line), rank - self._counts[line]
-        through = popcount(words).cumsum(1)  # valid tokens of the line up to each word's end
+        through = _popcount(words).cumsum(1)  # valid tokens of the line up to each word's end
         at = (through < within[:, None]).sum(1)
         row = like(np.arange(len(rank)), rank)
         word = words[row, at]
-        within = within - through[row, at] + popcount(word)
-        byte = ((word * ONES).view(lib.uint8).reshape(-1, 8) < within[:, None]).sum(1)
+        within = within - through[row, at] + _popcount(word)
+        byte = ((word * _ONES).view(lib.uint8).reshape(-1, 8) < within[:, None]).sum(1)
         return line * _LINE + at * 8 + byte
 
     def _at(self, line: Array) -> Array:
@@ -75,9 +75,9 @@ class Prefix:
         return library(line).where((line < len(self._words))[:, None], words, self._rest)
 
 
-def popcount(words: Array) -> Array:
+def _popcount(words: Array) -> Array:
     """The sum of each word's bytes, up to 255."""
-    return ((words * ONES) >> 56) & 0xFF
+    return ((words * _ONES) >> 56) & 0xFF
 
 
 def _sum_words(words: Array) -> Array:
