@@ -164,20 +164,20 @@ def admit(
     sums = stack(totals.get("kl", 0.0), missing.sum(), (counts == 0).sum(), counts.sum())
     facts = Facts(settings, lengths, data, checks=checks, sums=sums)
     return Batch(
-        facts,
-        steps,
-        ticks,
-        tuple(inputs.values()),
-        values,
-        mask,
-        tensor(x),
-        tensor(kept),
-        tensor(missing),
-        bootstrap,
-        tensor(counts),
-        tensor(last),
-        here,
-        keep,
+        facts=facts,
+        layout=steps,
+        clock=ticks,
+        inputs=tuple(inputs.values()),
+        numbers=values,
+        mask=mask,
+        rewards=tensor(x),
+        counted=tensor(kept),
+        missing=tensor(missing),
+        bootstrap=bootstrap,
+        valid_counts=tensor(counts),
+        last_valid=tensor(last),
+        here=here,
+        keep=keep,
         all_steps=clock == "token",
         rewarded=rewards is not None,
     )
@@ -215,9 +215,21 @@ def _settings_and_lengths(cp: CPContext, tokens, numbers, choices, nonfinite: st
 
 def _refused(facts: Facts, layout: Layout, device: torch.device) -> Batch:
     none = torch.zeros(0, dtype=torch.bool, device=device)
-    numbers, integers = none.double(), none.long()
     return Batch(
-        facts, layout, Clock(), (), {}, none, numbers, none, none, None, integers, integers, none, as_bits(none)
+        facts=facts,
+        layout=layout,
+        clock=Clock(),
+        inputs=(),
+        numbers={},
+        mask=none,
+        rewards=none.double(),
+        counted=none,
+        missing=none,
+        bootstrap=None,
+        valid_counts=none.long(),
+        last_valid=none.long(),
+        here=none,
+        keep=as_bits(none),
     )
 
 

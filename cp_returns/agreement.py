@@ -5,7 +5,7 @@ cannot mismatch: a header [status, fingerprints] and, where it fits, the payload
 and equal the call goes on. When not, one more all-gather of 4 KiB a rank carries the details, and every rank builds the
 same text from them. (When the samples that fit there are equal, the digests of all samples tell which one to look at.)
 
-On CUDA reading the headers is the one device-to-host read of a call.
+On CUDA reading the headers is the one device-to-host read of a call on the token clock (but see `clocks`).
 """
 
 import hashlib
@@ -158,7 +158,7 @@ def _exchange_headers(
     envelopes = native(call(all_gather, tensor(message), step))
     front = envelopes[:, :_FRONT]
     if isinstance(front, Tensor):
-        front = front.cpu().numpy()  # the one read of a GPU
+        front = front.cpu().numpy()  # the one read of a GPU here
     words = np.ascontiguousarray(front).view(np.int64)
     headers, sums = words[:, : HEADER // 8], words[:, HEADER // 8 :].view(np.float64)
     compared = headers[:, _COMPARED:].tolist()

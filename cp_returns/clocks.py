@@ -5,7 +5,7 @@ trainable  valid tokens are steps, and tick                              GAE of 
 turn       valid tokens are steps; the last of a run of them ticks       one discount a turn
 
 Where only valid tokens are steps, the others are left out of the pack before anything is exchanged or summed: the
-trainable clock is the token clock of what is left. How many are left is read on the host, from a GPU too.
+trainable clock is the token clock of what is left. How many are left, and where turns end, is read from a GPU.
 """
 
 from dataclasses import dataclass
@@ -68,9 +68,9 @@ def _bounds(layout: Layout) -> np.ndarray:
 
 def valid_steps(layout: Layout, full_mask: Prefix, kind: str) -> tuple[Layout, Clock]:
     """The layout of the valid tokens alone, and their clock (trainable or turn)."""
-    cuts = _bounds(layout)
-    upto = full_mask.on_host(cuts.ravel()).reshape(cuts.shape)
-    steps = layout.of_steps(upto - upto[:, :1])
-    if kind == "trainable":
-        return steps, Clock()
-    return steps, Clock(full_mask.on_host(places(turn_ends(full_mask.mask, layout.response_lengths))))
+    cuts, ends = _bounds(layout), np.zeros(0, dtype=np.int64)
+    if kind == "turn":
+        ends = places(turn_ends(full_mask.mask, layout.response_lengths))
+    before = full_mask.on_host(np.concatenate([cuts.ravel(), ends]))
+    upto = before[: cuts.size].reshape(cuts.shape)
+    return layout.of_steps(upto - upto[:, :1]), Clock(before[cuts.size :] if kind == "turn" else None)

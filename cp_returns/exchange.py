@@ -133,4 +133,5 @@ def power(decay: float | Tensor, ticks: Array) -> Array:
     bits must not depend on its place.
     """
     base = native(decay)[:, None] if isinstance(decay, Tensor) else decay
-    return base ** (ticks * 1.0)
+    lib = library(ticks)
+    return base ** lib.asarray(ticks, dtype=lib.float64)

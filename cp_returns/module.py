@@ -148,7 +148,7 @@ class ContextParallelReturns(nn.Module):
         }
         numbers = {"gamma": gamma, "lam": lam, "kl_coef": kl_coef}
         shown = loss_masks if isinstance(loss_masks, Sequence) else ()
-        known = next((x.device for x in shown if isinstance(x, Tensor)), None)
+        known = next((x.device for x in shown if isinstance(x, Tensor) and not x.is_meta), None)
         device = known or groups.device_of(where.counted[0].all_gather)
         try:
             self._check_arguments(tokens, samples, numbers)

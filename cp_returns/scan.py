@@ -60,6 +60,8 @@ def reverse_scan(
         if decay.shape not in ((), (len(lengths),)):
             raise ValueError(f"decay has shape {list(decay.shape)}; expected [] or [{len(lengths)}], one a segment")
         decay = decay.detach().double().expand(len(lengths))
+    else:
+        decay = float(decay)
     x, steps = x.detach(), None if step is None else step.detach().bool()
     ticks = None if tick is None else places(tick.detach().bool() if steps is None else tick.detach().bool() & steps)
     if steps is not None:
@@ -111,9 +113,10 @@ def put(x: Tensor, mask: Bool[Tensor, " tokens"]) -> Tensor:
     """The inverse of `pick`: +0 where the mask does not hold."""
     if x.is_cuda:
         return x.new_zeros(len(mask)).masked_scatter_(mask, x)
-    whole = tensor(np.zeros(len(mask), dtype=x.numpy().dtype))
-    whole.numpy()[mask.numpy()] = x.numpy()
-    return whole
+    words = x.view(_BITS[x.element_size()]).numpy()  # numpy has not every dtype
+    whole = np.zeros(len(mask), dtype=words.dtype)
+    whole[mask.numpy()] = words
+    return tensor(whole).view(x.dtype)
 
 
 @dataclass(frozen=True)
@@ -172,12 +175,13 @@ class Tile:
     powers: Array  # [17] or [17, segments]: decay^0 .. decay^16
     gain: Any  # of a whole block: a float or [blocks]
     below: Array  # [blocks] the y past each block's end, with nothing entering the segment
+    uniform: bool  # no call for odd tokens: what holds for one segment may not hang on whether another has some
 
 
 @dataclass(frozen=True)
 class OddBlocks:
-    """The blocks of a tile that hold a token with a decay of its own: scanned apart, their columns of the tile's rows
-    mean nothing but for row 0.
+    """The blocks of a tile that hold a token with a decay of its own. They are scanned apart: of their columns in the
+    tile's rows only row 0 is kept up, for the chain of block heads.
     """
 
     blocks: Array  # which of the tile's
@@ -295,7 +299,7 @@ class Marks:
 
     def of(self, group: Group) -> "Marks":
         """Those in the group, blocks counted in it."""
-        if isinstance(self.block, Tensor):  # a GPU has one group
+        if isinstance(self.block, Tensor):  # impulses on a GPU, which has one group; odd tokens are host integers
             return self
         low, high = np.searchsorted(self.block, [group.blocks_before, group.blocks_before + group.num_blocks])
         value = self.value if isinstance(self.value, float) else self.value[low:high]
@@ -360,7 +364,7 @@ def _scan_tile(
         gain = gain + library(rows).zeros_like(rows[0])
         gain[apart.blocks] = apart.through[0]
     below = _values_below(rows, gain, group, head if group.continues else None)
-    return Tile(group, rows, decay, apart, powers, gain, below)
+    return Tile(group, rows, decay, apart, powers, gain, below, uniform=odd is None)
 
 
 def _rates(decay: Any, rows: Array) -> list:
@@ -411,7 +415,7 @@ def _finish_tile(tile: Tile, out: Tensor) -> Tensor:
     rows, below, odd = tile.rows, tile.below, tile.odd
     staged = out[tile.group.tokens] if not tile.group.pads.any() else out.new_empty(BLOCK * rows.shape[1])
     to = native(staged).reshape(-1, BLOCK)
-    entering = None if odd is None else below[odd.blocks]
+    entering = None if odd is None else below[odd.blocks]  # a copy, before the line below uses it up
     if odd is None or len(odd.blocks) < tile.group.num_blocks:
         _add_entering(rows, _rates(tile.decay, rows), below, to)
     if odd is not None:
@@ -483,7 +487,7 @@ def _let_in(tile: Tile, entering: Array) -> None:
     """What enters at the segments' ends, in the y past each block's end."""
     group, below = tile.group, tile.below
     # Where the segment goes on in the next group, that one's head has come in before anything entered.
-    if group.continues or tile.odd is not None:
+    if group.continues or not tile.uniform:
         below[...] = _values_below(tile.rows, tile.gain, group, entering[like(group.some, below)])
         return
     behind = like(group.behind, below)

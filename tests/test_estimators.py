@@ -345,6 +345,49 @@ def test_numbers_out_of_range_are_the_same_error_on_all_ranks(door, numbers, tex
     assert len({str(error) for error in errors}) == 1
 
 
+@pytest.mark.parametrize("cp_size", [1, 2])
+@pytest.mark.parametrize("clock", CLOCKS)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
+def test_what_is_not_finite_is_named_for_every_dtype_and_clock(dtype, clock, cp_size):
+    """In response coordinates, whatever tokens the clock leaves out before it."""
+    batch = make([(3, 9), (2, 9)], masks=[[1] * 9, [1, 0, 0, 1, 1, 0, 1, 1, 1]]).to(dtype)
+    kl = batch.tokens[KL].clone()
+    kl[9 + 6] = NAN
+    with pytest.raises(RankFailure) as caught:
+        run(RF, batch.change(kl=kl), cp_size, "carry", gamma=0.9, kl_coef=0.1, clock=clock)
+    text = "sample 1, token 6, kl is nan; expected a finite number at a valid token"
+    assert all(text in str(outcome.error) for outcome in caught.value.outcomes)
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("cp_size", [1, 2])
+@pytest.mark.parametrize("estimator", ["gae", "reinforce_plus_plus"])
+def test_a_samples_bits_do_not_hang_on_the_turns_of_another(estimator, cp_size, seed):
+    """One of a single turn, alone and beside one of two: its mate's end of a turn lies in its tile."""
+    generator, n = torch.Generator().manual_seed(seed), 900
+    x = torch.randn(2 * n, generator=generator, dtype=torch.float64)
+    ends = torch.randn(2, generator=generator, dtype=torch.float64)
+    masks = torch.ones(2, n, dtype=torch.bool)
+    masks[1, 300] = False
+
+    def first(samples: int) -> torch.Tensor:
+        layout = zigzag([n + 1] * samples, [n] * samples, cp_size)
+
+        def of_rank(rank, all_gather):
+            cp, mine = CPContext(layout, rank, all_gather, carry), x[torch.from_numpy(layout.index(rank))]
+            given = (masks[:samples].flatten(),)
+            numbers = {"cp": cp, "gamma": 0.9, "kl_coef": 1.0, "clock": "turn"}
+            if estimator == "gae":
+                out = gae(mine, None, mine * 0, *given, lam=0.9, bootstrap=ends[:samples], **numbers).advantages
+            else:
+                out = reinforce_plus_plus(mine, ends[:samples], *given, **numbers)
+            return out[: layout.lengths(rank)[0]]
+
+        return torch.cat(in_threads(of_rank, cp_size))
+
+    assert_same_bits(first(1), first(2))
+
+
 @pytest.mark.parametrize("strategy", [gather, carry])
 @pytest.mark.parametrize(
     ("door", "bad", "text"),

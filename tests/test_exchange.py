@@ -427,6 +427,17 @@ def test_chain_ahead_by_hand(array):
     assert none.tolist() == [[1.0, 1.0, 1.0]]
 
 
+def test_powers_are_float64_on_a_gpu_too():
+    """There ticks are a tensor of integers, which torch would multiply into its default dtype."""
+    ticks = torch.tensor([[1000, 3]])
+    for decay in (0.999, torch.tensor([0.999], dtype=F64)):
+        with patch.object(exchange, "native", lambda x: x):
+            on_device = exchange.power(decay, ticks)
+        assert on_device.dtype == F64
+        on_host = exchange.power(decay, ticks.numpy())
+        assert on_device.flatten().tolist() == pytest.approx(on_host.ravel().tolist(), rel=1e-14)
+
+
 def test_power_of_zero_is_one_where_nothing_ticks():
     ticks = np.array([[0, 1, 2]])
     assert exchange.power(0.0, ticks).tolist() == [[1.0, 0.0, 0.0]]

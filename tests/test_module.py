@@ -12,7 +12,7 @@ from cp_returns.config import ReturnsConfig
 from cp_returns.errors import CPInputError
 from cp_returns.layout import contiguous_pack, zigzag
 from cp_returns.module import ContextParallelReturns
-from cp_returns.simulate import in_threads
+from cp_returns.simulate import RankFailure, in_threads
 
 NAN = float("nan")
 
@@ -320,6 +320,19 @@ def test_a_shard_unlike_the_others_is_named(second, text):
     with pytest.raises(CPInputError) as caught:
         ContextParallelReturns(ReturnsConfig())(**given, kl=[torch.zeros(3), second], loss_masks=masks)
     assert str(caught.value) == f"sample 1, kl {text}"
+
+
+def test_masks_of_one_rank_without_data_are_the_same_error_on_all():
+    def of_rank(rank, all_gather):
+        masks = [torch.ones(3, device="meta" if rank == 1 else "cpu")]
+        call = ContextParallelReturns(ReturnsConfig(), cp_group=all_gather.cp)
+        call(kl=[torch.zeros(3 - rank)], loss_masks=masks, response_lengths=[3], total_lengths=[8])
+
+    with pytest.raises(RankFailure) as caught:
+        in_threads(of_rank, 2)
+    texts = {str(outcome.error) for outcome in caught.value.outcomes}
+    assert len(texts) == 1
+    assert "CP rank" in texts.pop()
 
 
 def test_a_text_of_one_rank_has_no_ranks_in_it_with_whitening_either():

@@ -179,6 +179,26 @@ def test_a_decay_of_any_float_dtype_and_of_no_dimension():
             assert_same_bits(reverse_scan(x, lengths, decay.requires_grad_(), tick=tick), half)
 
 
+@pytest.mark.parametrize("decay", [1, np.float32(0.5), True, np.float64(0.25)])
+def test_a_decay_of_any_number_type(decay):
+    x, tick = normal(40), torch.arange(40) % 7 == 0
+    for ticks in (None, tick):
+        assert_same_bits(
+            reverse_scan(x, [20, 20], decay, tick=ticks), reverse_scan(x, [20, 20], float(decay), tick=ticks)
+        )
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64, torch.int64, torch.bool]
+)
+@pytest.mark.parametrize("kept", [0, 1, 30])
+def test_put_is_the_inverse_of_pick(dtype, kept):
+    x, mask = (normal(30) > 0).to(dtype), torch.arange(30) < kept
+    picked = scan.pick(x, mask)
+    assert torch.equal(picked, x[:kept])
+    assert torch.equal(scan.put(picked, mask), torch.where(mask, x, torch.zeros((), dtype=dtype)))
+
+
 # ---- numbers
 
 
