@@ -114,13 +114,8 @@ def admit(
         return _refused(Facts(settings, lengths, problem=problem), cp.layout, device)
     layout, device = cp.layout, full_mask.device
     loss_mask, checks = _mask(full_mask.detach(), layout)
-    data = {"loss_mask": loss_mask}
-    x = native(torch.zeros(layout.num_samples, dtype=torch.float64, device=device))
-    lib = library(x)
-    if rewards is not None:
-        x = native(rewards.detach().to(device, torch.float64))
-        data["reward"] = x = lib.where(lib.isnan(x), lib.nan, x)  # NaN has many bit patterns
-        checks.append(check_samples("reward", x, lib.isinf(x), "a finite number, or NaN where it is missing"))
+    x, data, more = _rewards(rewards, layout.num_samples, device)
+    data, checks, lib = {"loss_mask": loss_mask, **data}, checks + more, library(x)
     missing = lib.isnan(x)
     kept = ~missing
     if sample_mask is not None:
@@ -136,13 +131,8 @@ def admit(
     data |= {key: value for key, value in values.items() if isinstance(value, Tensor)}
     checks += [_in_range(key, value) for key, value in values.items() if isinstance(value, Tensor)]
     data |= {key: value.detach().to(device) for key, value in samples.items() if value is not None}
-    bootstrap = data.get("bootstrap")
-    if bootstrap is not None:
-        bootstrap = bootstrap.double()
-        checks.append(
-            check_samples("bootstrap", bootstrap, bootstrap.isinf(), "a finite number, or NaN where there is none")
-        )
-        bootstrap = torch.where(bootstrap.isfinite(), bootstrap, 0.0)
+    bootstrap, more = _bootstrap(data.get("bootstrap"))
+    checks += more
     here = cut(mask, layout, cp.rank)
     keep = as_bits(here)
     token_rewards = tokens.get("token_rewards")
@@ -181,6 +171,26 @@ def admit(
         all_steps=clock == "token",
         rewarded=rewards is not None,
     )
+
+
+def _rewards(rewards: Tensor | None, samples: int, device: torch.device) -> tuple[Array, dict[str, Array], list[Check]]:
+    """(float64, what ranks compare of them, checks); 0 where none are given."""
+    if rewards is None:
+        return native(torch.zeros(samples, dtype=torch.float64, device=device)), {}, []
+    x = native(rewards.detach().to(device, torch.float64))
+    lib = library(x)
+    x = lib.where(lib.isnan(x), lib.nan, x)  # NaN has many bit patterns
+    check = check_samples("reward", x, lib.isinf(x), "a finite number, or NaN where it is missing")
+    return x, {"reward": x}, [check]
+
+
+def _bootstrap(given: Tensor | None) -> tuple[Tensor | None, list[Check]]:
+    """(float64, checks); 0 where there is none."""
+    if given is None:
+        return None, []
+    x = given.double()
+    check = check_samples("bootstrap", x, x.isinf(), "a finite number, or NaN where there is none")
+    return torch.where(x.isfinite(), x, 0.0), [check]
 
 
 def _steps(layout: Layout, mask: Prefix, clock: str) -> tuple[Layout, Clock, Array, Array]:
