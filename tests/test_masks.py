@@ -92,7 +92,7 @@ def test_the_mask_is_left_as_it_is(strided, few):
 
 @given(MASKS, st.integers(0, 9))
 def test_places(mask, skipped):
-    """Also of a slice, whose words lie anywhere."""
+    """Also of a part, and of a strided one."""
     some = torch.tensor(mask, dtype=torch.bool)[skipped:]
     assert places(some).tolist() == [j for j, valid in enumerate(mask[skipped:]) if valid]
     assert places(some[::2]).tolist() == [j for j, valid in enumerate(mask[skipped::2]) if valid]
