@@ -14,7 +14,7 @@ from jaxtyping import Bool, Float64, Int8, Int64, Shaped
 from torch import Tensor
 
 from cp_returns.agreement import Check, Facts, Problem, check_samples
-from cp_returns.arrays import Array, library, like, native, stack, tensor
+from cp_returns.arrays import Array, library, like, native, repeat, stack, tensor
 from cp_returns.clocks import CLOCKS, Clock, valid_steps
 from cp_returns.context import CPContext, Formula, Inputs, PerSample, Reward
 from cp_returns.exchange import cut
@@ -125,7 +125,7 @@ def admit(
         kept = kept & native(given)
     mask = loss_mask
     if mask.is_cuda or not kept.all():
-        mask = mask & _over_tokens(tensor(kept), layout.response_lengths)
+        mask = mask & repeat(tensor(kept), layout.response_lengths)
         x = lib.where(kept, x, 0.0)
     values = {key: _number(value, layout.num_samples, device) for key, value in numbers.items()}
     data |= {key: value for key, value in values.items() if isinstance(value, Tensor)}
@@ -366,11 +366,6 @@ def _masked_rewards(cp: CPContext, x: Tensor, bits: Int8[Tensor, " local"]) -> C
         )
 
     return Check(bad.any(), find)
-
-
-def _over_tokens(per_sample: Tensor, lengths: np.ndarray) -> Tensor:
-    repeats = torch.from_numpy(lengths).to(per_sample.device)
-    return per_sample.repeat_interleave(repeats, output_size=int(lengths.sum()))
 
 
 def _locate(name: str, x: Tensor, bad: Tensor, lengths: np.ndarray, expected: str) -> Problem | None:

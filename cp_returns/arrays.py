@@ -52,6 +52,13 @@ def zeros(n: int, x: Array) -> Array:
     return np.zeros(n, x.dtype) if isinstance(x, np.ndarray) else x.new_zeros(n)
 
 
+def repeat(x: Array, counts: np.ndarray) -> Array:
+    """Each number of x as often as `counts` says."""
+    if isinstance(x, np.ndarray):
+        return np.repeat(x, counts)
+    return x.repeat_interleave(torch.from_numpy(counts).to(x.device), output_size=int(counts.sum()))
+
+
 def columns(x: Array, index: Array) -> Array:
     """x[:, index] as a new array, row by row in memory, which numpy's own indexing does not give."""
     return x.take(index, axis=1) if isinstance(x, np.ndarray) else x[:, index]

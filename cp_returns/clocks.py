@@ -33,14 +33,14 @@ class Clock:
         """[N, K] how often the decay applies within each piece, its last step included."""
         if self.turns is None:
             return layout.piece_lengths
-        return np.diff(np.searchsorted(self.turns, _bounds(layout)))
+        return np.diff(np.searchsorted(self.turns, layout.bounds))
 
     def last_ticks(self, layout: Layout) -> np.ndarray:
         """[N, K] 1 where the decay applies after the piece's last step; 0 without a step."""
         some = layout.piece_lengths > 0
         if self.turns is None:
             return some * 1
-        ends = _bounds(layout)[:, 1:]
+        ends = layout.bounds[:, 1:]
         return (np.searchsorted(self.turns, ends) - np.searchsorted(self.turns, ends - 1)) * some
 
     def decays(
@@ -49,26 +49,19 @@ class Clock:
         """(decay, odd) of this rank's steps, for the scan. inner: without that of a piece's last step, where what
         enters has been decayed already.
         """
-        pieces = layout.pieces(rank)
-        lengths = layout.piece_lengths[:, pieces].ravel()
+        first, lengths = layout.segments(rank)
         ends = np.cumsum(lengths)
         if self.turns is None:
             return decay, (ends[lengths > 0] - 1, 1.0) if inner else None
-        first = _bounds(layout)[:, pieces].ravel()
         low = np.searchsorted(self.turns, first)
         count = np.searchsorted(self.turns, first + lengths - inner * (lengths > 0)) - low
         nth = np.arange(count.sum()) + np.repeat(low - (np.cumsum(count) - count), count)
         return 1.0, (self.turns[nth] - np.repeat(first - (ends - lengths), count), decay)
 
 
-def _bounds(layout: Layout) -> np.ndarray:
-    """[N, K + 1] the cuts in the full pack."""
-    return layout.cuts + layout.starts[:, None]
-
-
 def valid_steps(layout: Layout, full_mask: Prefix, kind: str) -> tuple[Layout, Clock]:
     """The layout of the valid tokens alone, and their clock (trainable or turn)."""
-    cuts, ends = _bounds(layout), np.zeros(0, dtype=np.int64)
+    cuts, ends = layout.bounds, np.zeros(0, dtype=np.int64)
     if kind == "turn":
         ends = places(turn_ends(full_mask.mask, layout.response_lengths))
     before = full_mask.on_host(np.concatenate([cuts.ravel(), ends]))

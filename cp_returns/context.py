@@ -11,7 +11,7 @@ from torch import Tensor
 
 from cp_returns import exchange
 from cp_returns.agreement import Facts, agree
-from cp_returns.arrays import Array, copy, library, like, native, quiet, tensor, zeros
+from cp_returns.arrays import Array, copy, library, like, native, quiet, repeat, tensor, zeros
 from cp_returns.clocks import Clock
 from cp_returns.collectives import AllGather, alone, call
 from cp_returns.errors import CPInputError
@@ -79,7 +79,7 @@ class CPContext:
     @cached_property
     def segments(self) -> np.ndarray:
         """[N * own pieces] tokens of each own piece: what the scan runs over."""
-        return self.layout.piece_lengths[:, self.layout.pieces(self.rank)].ravel()
+        return self.layout.segments(self.rank)[1]
 
     @cached_property
     def first_tokens(self) -> tuple[np.ndarray, np.ndarray]:
@@ -94,9 +94,7 @@ class CPContext:
 
     def spread(self, per_sample: Shaped[Tensor, " samples"]) -> Shaped[Tensor, " local"]:
         """One number a sample -> one a local token."""
-        counts = self.layout.lengths(self.rank)
-        repeats = torch.from_numpy(counts).to(per_sample.device)
-        return per_sample.repeat_interleave(repeats, output_size=int(counts.sum()))
+        return repeat(per_sample, self.layout.lengths(self.rank))
 
     def whole(self) -> "CPContext":
         """The context of one rank that holds every whole response as one piece."""
@@ -216,19 +214,12 @@ class CPContext:
         """values_{j+1} becomes what token j sees of it, decay_j * values_{j+1}; 0 past a segment's end. In place."""
         x = native(values)
         x[like(self.first_tokens[1], x)] = 0.0
-        if isinstance(decay, Tensor):
-            x *= native(self._each(decay))
-        elif decay != 1.0:
-            x *= decay
+        each = lambda rate: repeat(native(rate), self.segments) if isinstance(rate, Tensor) else rate
+        x *= each(decay)
         if odd is not None:
-            at, rate = like(odd[0] + 1, x), odd[1]
+            at, rate = like(odd[0] + 1, x), each(odd[1])
             at = at[at < len(x)]
-            x[at] *= native(self._each(rate))[at] if isinstance(rate, Tensor) else rate
-
-    def _each(self, per_segment: Tensor) -> Tensor:
-        """[segments] -> one a local token."""
-        repeats = torch.from_numpy(self.segments).to(per_segment.device)
-        return per_segment.repeat_interleave(repeats, output_size=int(self.segments.sum()))
+            x[at] *= rate if isinstance(rate, float) else rate[at]
 
     def agree(self, facts: Facts) -> None:
         """All ranks raise together when one has a problem or they differ; nothing is exchanged besides."""

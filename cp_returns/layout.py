@@ -91,16 +91,24 @@ class Layout:
         return self.response_lengths.cumsum() - self.response_lengths
 
     @cached_property
+    def bounds(self) -> Integers:
+        """[N, K + 1] the cuts, in the full pack."""
+        return self.cuts + self.starts[:, None]
+
+    def segments(self, rank: int) -> tuple[Integers, Integers]:
+        """[N * own pieces] (where each piece of this rank begins in the full pack, its tokens), by its local pack."""
+        pieces = self.pieces(rank)
+        return self.bounds[:, pieces].ravel(), self.piece_lengths[:, pieces].ravel()
+
+    @cached_property
     def _slices(self) -> dict[int, list[slice]]:
         return {}
 
     def slices(self, rank: int) -> list[slice]:
         """This rank's pieces in the full pack, in the order of its local pack."""
         if rank not in self._slices:
-            pieces = self.pieces(rank)
-            first = self.starts[:, None] + self.cuts[:, pieces]
-            last = first + self.piece_lengths[:, pieces]
-            self._slices[rank] = list(map(slice, first.ravel().tolist(), last.ravel().tolist()))
+            first, lengths = self.segments(rank)
+            self._slices[rank] = list(map(slice, first.tolist(), (first + lengths).tolist()))
         return self._slices[rank]
 
     @cached_property
@@ -115,9 +123,7 @@ class Layout:
         """`index` itself, to be read only."""
         if rank in self._indices:
             return self._indices[rank]
-        pieces = self.pieces(rank)
-        first = (self.starts[:, None] + self.cuts[:, pieces]).ravel()
-        lengths = self.piece_lengths[:, pieces].ravel()
+        first, lengths = self.segments(rank)
         index = (first - (lengths.cumsum() - lengths)).repeat(lengths)  # where the local pack would begin
         index += np.arange(len(index))
         self._indices[rank] = index

@@ -23,7 +23,7 @@ import torch
 from jaxtyping import Bool, Float64, Int8, Shaped
 from torch import Tensor
 
-from cp_returns.arrays import Array, columns, empty, library, like, native, quiet, tensor, zeros
+from cp_returns.arrays import Array, columns, empty, library, like, native, quiet, repeat, tensor, zeros
 from cp_returns.layout import Lengths
 from cp_returns.masks import Prefix, places
 
@@ -98,9 +98,14 @@ def select(x: Tensor, bits: Int8[Tensor, " tokens"] | None) -> Tensor:
 def select_in_place(x: Tensor, bits: Int8[Tensor, " tokens"] | None) -> Tensor:
     """`select`, written over x."""
     if bits is not None:
-        words = native(x.view(_BITS[x.element_size()]))
-        words &= native(bits)  # numpy widens the bits as it goes, torch would first make a copy
+        blank(native(x.view(_BITS[x.element_size()])), native(bits))
     return x
+
+
+def blank(x: Array, bits: Array) -> None:
+    """`select` of a native array, written over it."""
+    words = x.view(getattr(library(x), f"int{8 * x.itemsize}"))
+    words &= bits  # numpy widens the bits as it goes, torch would first make a copy
 
 
 def pick(x: Tensor, mask: Bool[Tensor, " tokens"]) -> Tensor:
@@ -221,16 +226,16 @@ def begin(
 def finish(begun: Scan, entering: Float64[Tensor, " segments"] | None = None, *, dtype: torch.dtype) -> Tensor:
     """All y, with `entering` (default 0) as the y past each segment's end; rounded to dtype once. Uses it up."""
     out = empty(begun.tiles[0].group.tokens.stop if begun.tiles else 0, dtype=dtype, device=begun.heads.device)
-    head = None
+    to, head = native(out), None
     while begun.tiles:
         tile = begun.tiles.pop(0)
         group = tile.group
         if entering is not None:
             _let_in(tile, head if group.continues else native(entering)[group.segments])
-        staged = _finish_tile(tile, out)
+        staged = _finish_tile(tile, to)
         head = tile.rows[0, :1] + 0.0  # for the group before, where its segment goes on in this one, which has no pads
         del tile  # its rows are twice the output's size, which is not in memory before it is written to
-        _write(staged, group, out, begun.keep)
+        _write(staged, group, to, begun.keep)
     return out
 
 
@@ -247,8 +252,9 @@ def scan(
 ) -> Tensor:
     """finish(begin(..)), tile by tile: each stays in cache, and no more than one is in memory."""
     out = empty(len(x), dtype=dtype, device=x.device)
+    to = native(out)
     for tile in _scan_tiles(x, lengths, decay, scale, impulse, odd, heads=None):
-        _write(_finish_tile(tile, out), tile.group, out, keep)
+        _write(_finish_tile(tile, to), tile.group, to, keep)
     return out
 
 
@@ -355,7 +361,7 @@ def _scan_tile(
         rows[here.row, here.block] += here.value
     powers = _powers(decay, group, rows)
     decay = _per_block(decay, group)
-    gain = powers[BLOCK] if isinstance(decay, float) else _repeat(powers[BLOCK], group)
+    gain = powers[BLOCK] if isinstance(decay, float) else repeat(powers[BLOCK], group.blocks)
     apart = None if odd is None else _odd_blocks(odd.of(group), decay, group, rows)
     if apart is None or len(apart.blocks) < group.num_blocks:
         _add_following(rows, _rates(decay, rows))
@@ -408,13 +414,15 @@ def _odd_blocks(odd: Marks, decay: Any, group: Group, rows: Array) -> OddBlocks 
     return OddBlocks(blocks, y, rates)
 
 
-def _finish_tile(tile: Tile, out: Tensor) -> Tensor:
+def _finish_tile(tile: Tile, out: Array) -> Array:
     """Let what lies below each block run through its rows; [blocks * 16] y, as `_stage` lays out x: where nothing is
     padded, that is the group's part of out.
     """
     rows, below, odd = tile.rows, tile.below, tile.odd
-    staged = out[tile.group.tokens] if not tile.group.pads.any() else out.new_empty(BLOCK * rows.shape[1])
-    to = native(staged).reshape(-1, BLOCK)
+    staged = out[tile.group.tokens]
+    if tile.group.pads.any():
+        staged = library(out).empty_like(rows, dtype=out.dtype).reshape(-1)
+    to = staged.reshape(-1, BLOCK)
     entering = None if odd is None else below[odd.blocks]  # a copy, before the line below uses it up
     if odd is None or len(odd.blocks) < tile.group.num_blocks:
         _add_entering(rows, _rates(tile.decay, rows), below, to)
@@ -438,11 +446,11 @@ def _add_entering(rows: Array, rates: list, carry: Array, to: Array) -> None:
         column[...] = row
 
 
-def _write(staged: Tensor, group: Group, out: Tensor, keep: Tensor | None) -> None:
+def _write(staged: Array, group: Group, out: Array, keep: Tensor | None) -> None:
     """The tokens of a group to their place in the pack, those that `keep` selects."""
     _unstage(staged, group, out)
     if keep is not None:
-        select_in_place(out[group.tokens], keep[group.tokens])
+        blank(out[group.tokens], native(keep)[group.tokens])
 
 
 def _values_below(rows: Array, gain, group: Group, entering: Array | None) -> Array:
@@ -495,7 +503,7 @@ def _let_in(tile: Tile, entering: Array) -> None:
         gain = (tile.gain ** like(np.arange(group.blocks.max()), below))[behind]
     else:
         gain = tile.gain**behind
-    below += gain * _repeat(entering, group)
+    below += gain * repeat(entering, group.blocks)
 
 
 def _first_values(tile: Tile) -> Array:
@@ -528,29 +536,21 @@ def _stage(x: Array, group: Group) -> Array:
     return library(x).concatenate(parts)
 
 
-def _unstage(staged: Tensor, group: Group, out: Tensor) -> None:
+def _unstage(staged: Array, group: Group, out: Array) -> None:
     """Write the tokens of the group to their place in the pack."""
     if not group.pads.any():
         return  # they are there
     if group.place is not None:
-        native(out)[group.tokens] = native(staged)[like(group.place, native(staged))]
+        out[group.tokens] = staged[like(group.place, staged)]
         return
-    parts, own = map(native(staged).__getitem__, group.slices_among_blocks), native(out)[group.tokens]
-    library(own).concatenate(list(parts), out=own)
+    library(out).concatenate([*map(staged.__getitem__, group.slices_among_blocks)], out=out[group.tokens])
 
 
 def _per_block(value: PerSegment, group: Group) -> Any:
     """A value per segment -> one per block of the group; a float stays a float."""
     if not isinstance(value, Tensor):
         return float(value)
-    return _repeat(native(value)[group.segments], group)
-
-
-def _repeat(own: Array, group: Group) -> Array:
-    """[segments of the group] -> [blocks]"""
-    if isinstance(own, np.ndarray):
-        return np.repeat(own, group.blocks)
-    return own.repeat_interleave(like(group.blocks, own), output_size=group.num_blocks)
+    return repeat(native(value)[group.segments], group.blocks)
 
 
 def _powers(decay: PerSegment, group: Group, rows: Array) -> Array:

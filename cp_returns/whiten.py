@@ -10,7 +10,7 @@ from torch import Tensor
 from cp_returns.agreement import Check, Facts, Problem, agree, raise_together
 from cp_returns.arrays import copy, library, native, quiet, stack, tensor
 from cp_returns.collectives import AllGather, alone, call
-from cp_returns.scan import as_bits, result_dtype, select
+from cp_returns.scan import as_bits, blank, result_dtype, select
 
 EPS_MODES = ("add", "clamp")
 MESSAGE = 512  # bytes: header, sums, three moments
@@ -89,17 +89,16 @@ def moments(x: Tensor, bits: Tensor, weights: Tensor | None = None) -> Float64[T
     """
     wide, d = native(bits), native(copy(x.detach(), torch.float64))
     lib, origin = library(d), 0.0
-    words = d.view(lib.int64)
     if len(x):
         first = wide.argmin()  # a valid token's bits are -1
         origin = lib.where(wide[first] != 0, d[first], 0.0)
     d -= origin
-    words &= wide
+    blank(d, wide)
     w = None if weights is None else native(select(weights.detach().double(), bits))
     total = lib.count_nonzero(wide) if w is None else w.sum()
     shift = (d if w is None else d * w).sum() / (total + (total == 0))
     d -= shift
-    words &= wide
+    blank(d, wide)
     d *= d
     return tensor(stack(total, origin + shift, (d if w is None else d * w).sum()))
 
@@ -132,8 +131,7 @@ def apply(x: Tensor, bits: Tensor, merged: Float64[Tensor, "3"], options: Mappin
     if not options["shift_mean"]:
         y += mean
     out = native(x64.to(result_dtype(x)))
-    words = out.view(lib.int32 if out.itemsize == 4 else lib.int64)
-    words &= native(bits) * (weight != 0)
+    blank(out, native(bits) * (weight != 0))
     return tensor(out)
 
 
