@@ -59,11 +59,6 @@ def repeat(x: Array, counts: np.ndarray) -> Array:
     return x.repeat_interleave(torch.from_numpy(counts).to(x.device), output_size=int(counts.sum()))
 
 
-def columns(x: Array, index: Array) -> Array:
-    """x[:, index] as a new array, row by row in memory, which numpy's own indexing does not give."""
-    return x.take(index, axis=1) if isinstance(x, np.ndarray) else x[:, index]
-
-
 def empty(n: int, *, dtype: torch.dtype, device: torch.device) -> Tensor:
     """torch.empty; a large one on the host from numpy, which asks for huge pages: the faults of small ones can cost as
     much as the scan that writes there.

@@ -2,10 +2,12 @@
 
     y_j = x_j + decay^tick_j * y_{j+1}          (y = 0 past a segment's end, or the value that enters there)
 
-Blocked: a segment is cut into blocks of 16 counted from its END and laid out as [16, blocks] float64, so one
-elementwise call serves one row of every block of every segment. 15 row steps scan all blocks; the block heads (1/16 of
-the tokens) are chained by doubling; the value that enters each block then runs through its 16 rows. Only elementwise
-IEEE multiplies and adds, never a matmul or a fused multiply-add: a segment's bits depend on nothing but its own tokens.
+Three levels: a segment is cut into blocks of 16 tokens counted from its END, a block into 4 quads of 4. All quads of
+all segments lie side by side as [4, quads] float64, so one elementwise call serves one token of every quad: 3 calls sum
+each quad up to its first token, 3 more each block, and the block heads (1/16 of the tokens) are chained by doubling.
+Then it goes back: what enters a block runs through its quads, and what enters a quad through its tokens. Only
+elementwise IEEE multiplies and adds, never a matmul or a fused multiply-add: a segment's bits depend on nothing but its
+own tokens.
 
 A segment has one decay. Where some tokens have another (the ends of turns), the few blocks that hold them are done
 apart. Tokens that are no steps are taken out before (`pick`) and put back behind (`put`).
@@ -23,11 +25,12 @@ import torch
 from jaxtyping import Bool, Float64, Int8, Shaped
 from torch import Tensor
 
-from cp_returns.arrays import Array, columns, empty, library, like, native, quiet, repeat, tensor, zeros
+from cp_returns.arrays import Array, empty, library, like, native, quiet, repeat, tensor, zeros
 from cp_returns.layout import Lengths
 from cp_returns.masks import Prefix, places
 
-BLOCK = 16
+QUAD = 4
+BLOCK = 4 * QUAD
 TILE = 8192  # blocks: 1 MiB of float64 rows stays in cache while it is worked on
 SHORT = 200  # tokens of a segment or piece, below which an index of tokens costs less than slices
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -171,22 +174,22 @@ class Group:
 
 @dataclass(frozen=True)
 class Tile:
-    """One group after its local scan: rows [16, blocks] and what finishing needs, as `native` arrays."""
+    """One group after its local scan, and what finishing needs, as `native` arrays."""
 
     group: Group
-    rows: Array
+    rows: Array  # [4, quads] each y as if nothing entered its quad
     decay: Any  # a float or [blocks]
     odd: "OddBlocks | None"
-    powers: Array  # [17] or [17, segments]: decay^0 .. decay^16
     gain: Any  # of a whole block: a float or [blocks]
+    heads: Array  # [blocks] the first y of each block as if nothing entered it
     below: Array  # [blocks] the y past each block's end, with nothing entering the segment
     uniform: bool  # no call for odd tokens: what holds for one segment may not hang on whether another has some
 
 
 @dataclass(frozen=True)
 class OddBlocks:
-    """The blocks of a tile that hold a token with a decay of its own. They are scanned apart: of their columns in the
-    tile's rows only row 0 is kept up, for the chain of block heads.
+    """The blocks of a tile that hold a token with a decay of its own. They are scanned apart: what the tile's rows hold
+    of them is not used, only its heads and gains.
     """
 
     blocks: Array  # which of the tile's
@@ -232,8 +235,9 @@ def finish(begun: Scan, entering: Float64[Tensor, " segments"] | None = None, *,
         group = tile.group
         if entering is not None:
             _let_in(tile, head if group.continues else native(entering)[group.segments])
+        if begun.tiles and begun.tiles[0].group.continues:
+            head = _first_values(tile)  # its segment goes on in this one
         staged = _finish_tile(tile, to)
-        head = tile.rows[0, :1] + 0.0  # for the group before, where its segment goes on in this one, which has no pads
         del tile  # its rows are twice the output's size, which is not in memory before it is written to
         _write(staged, group, to, begun.keep)
     return out
@@ -299,25 +303,24 @@ def _group(tokens: slice, segments: slice, lengths: np.ndarray, last_block: int,
 class Marks:
     """Numbers at single tokens of a pack, by where these lie among its blocks: ascending, no place twice."""
 
-    row: Array
-    block: Array
+    place: Array  # counted in tokens
     value: Any  # one a mark, or a float
 
     def of(self, group: Group) -> "Marks":
-        """Those in the group, blocks counted in it."""
-        if isinstance(self.block, Tensor):  # impulses on a GPU, which has one group; odd tokens are host integers
+        """Those in the group, places counted in it."""
+        if isinstance(self.place, Tensor):  # impulses on a GPU, which has one group; odd tokens are host integers
             return self
-        low, high = np.searchsorted(self.block, [group.blocks_before, group.blocks_before + group.num_blocks])
+        start = BLOCK * group.blocks_before
+        low, high = np.searchsorted(self.place, [start, start + BLOCK * group.num_blocks])
         value = self.value if isinstance(self.value, float) else self.value[low:high]
-        return Marks(self.row[low:high], self.block[low:high] - group.blocks_before, value)
+        return Marks(self.place[low:high] - start, value)
 
 
 def _marks(size: np.ndarray, segments: np.ndarray, offsets: Array, value: PerSegment) -> Marks:
     """value at an offset in each of the segments, of which there are as many as offsets."""
     front = BLOCK * np.cumsum(-(-size // BLOCK)) - size  # where each segment's first token lies among the blocks
-    place = like(front[segments], offsets) + offsets
     own = native(value)[like(segments, native(value))] if isinstance(value, Tensor) else value
-    return Marks(place % BLOCK, place // BLOCK, own)
+    return Marks(like(front[segments], offsets) + offsets, own)
 
 
 def _impulses(size: np.ndarray, offsets: Tensor, values: Tensor) -> Marks:
@@ -352,54 +355,101 @@ def _scan_tiles(x: Tensor, lengths, decay, scale, impulse, odd: Odd | None, head
 def _scan_tile(
     x: Array, group: Group, decay, scale, impulses: Marks | None, odd: Marks | None, head: Array | None
 ) -> Tile:
-    rows = native(torch.empty(BLOCK, group.num_blocks, dtype=torch.float64, device=getattr(x, "device", None)))
-    rows[...] = _stage(x, group).reshape(-1, BLOCK).T
+    quads = QUAD * group.num_blocks
+    rows = native(torch.empty(QUAD, quads, dtype=torch.float64, device=getattr(x, "device", None)))
+    rows[...] = _stage(x, group).reshape(quads, QUAD).T
     if isinstance(scale, Tensor) or scale != 1.0:
-        rows *= _per_block(scale, group)
+        rows *= _per_block(scale, group, QUAD)
     if impulses is not None:
         here = impulses.of(group)
-        rows[here.row, here.block] += here.value
-    powers = _powers(decay, group, rows)
+        rows[here.place % QUAD, here.place // QUAD] += here.value
     decay = _per_block(decay, group)
-    gain = powers[BLOCK] if isinstance(decay, float) else repeat(powers[BLOCK], group.blocks)
     apart = None if odd is None else _odd_blocks(odd.of(group), decay, group, rows)
+    fourth = _square(_square(decay))
+    gain = _square(_square(fourth))
     if apart is None or len(apart.blocks) < group.num_blocks:
-        _add_following(rows, _rates(decay, rows))
+        each, room = _per_quad(decay), library(rows).empty_like(rows[0])
+        for c in range(QUAD - 2, -1, -1):
+            rows[c] += _times(rows[c + 1], each, room)
+    first = _first_of_quads(rows)
+    heads = first[-1] + 0.0
+    for q in range(QUAD - 2, -1, -1):
+        heads = _times(heads, fourth, heads)
+        heads += first[q]
     if apart is not None:
-        rows[0][apart.blocks] = apart.y[0]
-        gain = gain + library(rows).zeros_like(rows[0])
+        heads[apart.blocks] = apart.y[0]
+        gain = gain + library(rows).zeros_like(heads)
         gain[apart.blocks] = apart.through[0]
-    below = _values_below(rows, gain, group, head if group.continues else None)
-    return Tile(group, rows, decay, apart, powers, gain, below, uniform=odd is None)
+    below = _values_below(heads, gain, group, head if group.continues else None)
+    return Tile(group, rows, decay, apart, gain, heads, below, uniform=odd is None)
 
 
-def _rates(decay: Any, rows: Array) -> list:
-    """What each row of a block decays by, None where that is 1."""
-    if not isinstance(decay, float):
-        return [decay] * BLOCK
-    return [None if decay == 1.0 else like(np.asarray(decay), rows)] * BLOCK
+def _finish_tile(tile: Tile, out: Array) -> Array:
+    """Let what lies below each block run through its tokens; [blocks * 16] y, as `_stage` lays out x: where nothing is
+    padded, that is the group's part of out. Uses the tile up.
+    """
+    rows, odd, lib = tile.rows, tile.odd, library(out)
+    staged = out[tile.group.tokens]
+    if tile.group.pads.any():
+        staged = lib.empty_like(rows, dtype=out.dtype).reshape(-1)
+    entering = None if odd is None else tile.below[odd.blocks]  # a copy, before it is used up
+    if odd is None or len(odd.blocks) < tile.group.num_blocks:
+        each, below = _per_quad(tile.decay), _below_quads(tile)
+        to = staged.reshape(-1, QUAD)
+        for c in range(QUAD - 1, -1, -1):
+            below = _times(below, each, below)
+            rows[c] += below
+            to[:, c] = rows[c]  # written while it is in cache
+    if odd is not None:
+        to = staged.reshape(-1, BLOCK)
+        ends = lib.empty_like(to[: len(odd.blocks)])
+        ends[...] = (odd.y + odd.through * entering).T  # torch does not convert where it writes by an index
+        to[odd.blocks] = ends
+    return staged
 
 
-def _add_following(rows: Array, rates: list) -> None:
-    """y_c = x_c + rate_c * y_{c+1}, row by row from the last but one."""
-    lib = library(rows)
-    carry = lib.empty_like(rows[0])
-    following, *others = list(rows)[::-1]
-    for row, rate in zip(others, rates[-2::-1], strict=True):
-        row += following if rate is None else lib.multiply(following, rate, out=carry)
-        following = row
+def _below_quads(tile: Tile) -> Array:
+    """[quads] the y past each quad's end. Uses up what lies below the blocks."""
+    fourth, y = _square(_square(tile.decay)), tile.below
+    below = library(y).empty_like(tile.rows[0])
+    first, to = _first_of_quads(tile.rows), _by_place(below)
+    to[-1] = y
+    for q in range(QUAD - 1, 0, -1):
+        y = _times(y, fourth, y)
+        y += first[q]
+        to[q - 1] = y
+    return below
+
+
+def _by_place(of_quads: Array) -> Array:
+    """[quads] -> a view [4, blocks], by the place of a quad in its block."""
+    return of_quads.reshape(-1, QUAD).T
+
+
+def _first_of_quads(rows: Array) -> Array:
+    """[4, blocks] the y of the first token of each quad."""
+    return _by_place(rows[0])
+
+
+def _square(rate: Any) -> Any:
+    return rate * rate
+
+
+def _times(x: Array, rate: Any, out: Array) -> Array:
+    """rate * x in out, or x itself where that is the same."""
+    return x if isinstance(rate, float) and rate == 1.0 else library(x).multiply(x, rate, out=out)
 
 
 def _odd_blocks(odd: Marks, decay: Any, group: Group, rows: Array) -> OddBlocks | None:
     """The blocks of a tile that hold odd tokens; None where there are none."""
-    block = odd.block
+    block = odd.place // BLOCK
     if not len(block):
         return None
     new = np.ones(len(block), dtype=bool)
     np.not_equal(block[1:], block[:-1], out=new[1:])
     host = block[new]
     blocks = like(host, rows)
-    y = columns(rows, blocks)
+    y = library(rows).moveaxis(rows.reshape(QUAD, -1, QUAD)[:, blocks], 2, 0).reshape(BLOCK, -1)
     rates = library(rows).empty_like(y)
     rates[...] = decay if isinstance(decay, float) else decay[blocks]
     pads = np.zeros(group.num_blocks, dtype=np.int64)
@@ -407,43 +457,11 @@ def _odd_blocks(odd: Marks, decay: Any, group: Group, rows: Array) -> OddBlocks 
     padded = np.flatnonzero(pads[host])
     row, column = np.nonzero(np.arange(BLOCK)[:, None] < pads[host[padded]])
     rates[like(row, rows), like(padded[column], rows)] = 1.0  # so that row 0 has the first token's y
-    rates[like(odd.row, rows), like(np.cumsum(new) - 1, rows)] = odd.value
+    rates[like(odd.place % BLOCK, rows), like(np.cumsum(new) - 1, rows)] = odd.value
     for k in (1, 2, 4, 8):  # by doubling, in few calls: a tile has few such blocks
         y[:-k] += rates[:-k] * y[k:]
         rates[:-k] = rates[:-k] * rates[k:]
     return OddBlocks(blocks, y, rates)
-
-
-def _finish_tile(tile: Tile, out: Array) -> Array:
-    """Let what lies below each block run through its rows; [blocks * 16] y, as `_stage` lays out x: where nothing is
-    padded, that is the group's part of out.
-    """
-    rows, below, odd = tile.rows, tile.below, tile.odd
-    staged = out[tile.group.tokens]
-    if tile.group.pads.any():
-        staged = library(out).empty_like(rows, dtype=out.dtype).reshape(-1)
-    to = staged.reshape(-1, BLOCK)
-    entering = None if odd is None else below[odd.blocks]  # a copy, before the line below uses it up
-    if odd is None or len(odd.blocks) < tile.group.num_blocks:
-        _add_entering(rows, _rates(tile.decay, rows), below, to)
-    if odd is not None:
-        y = odd.y + odd.through * entering
-        ends = library(to).empty_like(to[: y.shape[1]])
-        ends[...] = y.T  # torch does not convert where it writes by an index
-        to[odd.blocks] = ends
-        rows[0][odd.blocks] = y[0]
-    return staged
-
-
-def _add_entering(rows: Array, rates: list, carry: Array, to: Array) -> None:
-    """y_c += rate_c * .. * rate_15 * entering, row by row from the last; each is written to [blocks, 16] while it is in
-    cache. Uses the carry up.
-    """
-    for row, rate, column in zip(list(rows)[::-1], rates[::-1], list(to.T)[::-1], strict=True):
-        if rate is not None:
-            carry *= rate
-        row += carry
-        column[...] = row
 
 
 def _write(staged: Array, group: Group, out: Array, keep: Tensor | None) -> None:
@@ -453,30 +471,30 @@ def _write(staged: Array, group: Group, out: Array, keep: Tensor | None) -> None
         blank(out[group.tokens], native(keep)[group.tokens])
 
 
-def _values_below(rows: Array, gain, group: Group, entering: Array | None) -> Array:
+def _values_below(first: Array, gain, group: Group, entering: Array | None) -> Array:
     """[blocks] the y past each block's end: the next block's head, or what enters the segment (default 0)."""
-    if library(rows) is np:
-        below = _chain_heads(rows, gain, group, entering, None)
+    if library(first) is np:
+        below = _chain_heads(first, gain, group, entering, None)
         if np.isfinite(below.sum()):
             return below
     # 0 * NaN and 0 * inf are NaN: where some occur, what lies past a segment's end is left out, not multiplied by 0.
-    return _chain_heads(rows, gain, group, entering, like(group.behind, rows))
+    return _chain_heads(first, gain, group, entering, like(group.behind, first))
 
 
-def _chain_heads(rows: Array, gain, group: Group, entering: Array | None, behind: Array | None) -> Array:
+def _chain_heads(first: Array, gain, group: Group, entering: Array | None, behind: Array | None) -> Array:
     """By doubling, head_b += gain_b * head_{b+k}; gain_b *= gain_{b+k}, with gain 0 at a segment's end."""
-    lib, n, longest = library(rows), group.num_blocks, int(group.blocks.max())
-    last = like(group.last, rows)
-    device = getattr(rows, "device", None)
+    lib, n, longest = library(first), group.num_blocks, int(group.blocks.max())
+    last = like(group.last, first)
+    device = getattr(first, "device", None)
     room = native(torch.empty(3, n + longest, dtype=torch.float64, device=device))
     room[:, n:] = 0.0
     heads, gains, other = room
-    lib.add(rows[0], 0.0, out=heads[:n])  # -0.0 becomes 0.0: its sign must not depend on how often mates make us double
+    lib.add(first, 0.0, out=heads[:n])  # -0.0 becomes 0.0: its sign must not depend on how often mates make us double
     gains[:n] = gain
     if entering is not None:
         heads[last] += gains[last] * entering
     gains[last] = 0.0
-    product = lib.empty_like(rows[0])
+    product = lib.empty_like(first)
     reach = 1
     while reach < longest:
         lib.multiply(gains[:n], heads[reach : reach + n], out=product)
@@ -496,11 +514,11 @@ def _let_in(tile: Tile, entering: Array) -> None:
     group, below = tile.group, tile.below
     # Where the segment goes on in the next group, that one's head has come in before anything entered.
     if group.continues or not tile.uniform:
-        below[...] = _values_below(tile.rows, tile.gain, group, entering[like(group.some, below)])
+        below[...] = _values_below(tile.heads, tile.gain, group, entering[like(group.some, below)])
         return
     behind = like(group.behind, below)
     if isinstance(tile.decay, float):
-        gain = (tile.gain ** like(np.arange(group.blocks.max()), below))[behind]
+        gain = (tile.gain ** like(np.arange(group.blocks.max(), dtype=np.float64), below))[behind]
     else:
         gain = tile.gain**behind
     below += gain * repeat(entering, group.blocks)
@@ -508,17 +526,22 @@ def _let_in(tile: Tile, entering: Array) -> None:
 
 def _first_values(tile: Tile) -> Array:
     """The y of the first token of each segment that has some."""
-    first, below = like(tile.group.first, tile.rows), tile.below
-    pads = like(tile.group.pads[tile.group.some], tile.rows)
-    at: Any = BLOCK - pads
-    if tile.powers.ndim == 2:
-        at = (at, like(tile.group.some, tile.rows))
-    gain = tile.powers[at]
-    if tile.odd is not None:
-        lib, odd = library(below), library(below).zeros_like(below) > 0
-        odd[tile.odd.blocks] = True
-        gain, pads = lib.where(odd[first], tile.gain[first], gain), lib.where(odd[first], 0, pads)
-    return tile.rows[pads, first] + gain * below[first]
+    group, rows, lib = tile.group, tile.rows, library(tile.rows)
+    pads = group.pads[group.some]
+    first, quad = like(group.first, rows), like(pads // QUAD, rows)
+    below = y = tile.below[first]
+    rate, gain = (x if isinstance(x, float) else x[first] for x in (tile.decay, tile.gain))
+    for q in range(QUAD - 1, 0, -1):  # what lies below the first token's quad
+        y = lib.where(quad < q, rows[0][QUAD * first + q] + _square(_square(rate)) * y, y)
+    row = like(pads % QUAD, rows)
+    for c in range(QUAD - 1, -1, -1):  # and runs through the tokens ahead of it
+        y = lib.where(row <= c, rate * y, y)
+    y += rows[row, QUAD * first + quad]
+    if tile.odd is None:
+        return y
+    odd = lib.zeros_like(tile.below) > 0
+    odd[tile.odd.blocks] = True
+    return lib.where(odd[first], tile.heads[first] + gain * below, y)
 
 
 def _stage(x: Array, group: Group) -> Array:
@@ -546,17 +569,15 @@ def _unstage(staged: Array, group: Group, out: Array) -> None:
     library(out).concatenate([*map(staged.__getitem__, group.slices_among_blocks)], out=out[group.tokens])
 
 
-def _per_block(value: PerSegment, group: Group) -> Any:
-    """A value per segment -> one per block of the group; a float stays a float."""
+def _per_block(value: PerSegment, group: Group, times: int = 1) -> Any:
+    """A value per segment -> one per block of the group, or `times` a block; a float stays a float."""
     if not isinstance(value, Tensor):
         return float(value)
-    return repeat(native(value)[group.segments], group.blocks)
+    return repeat(native(value)[group.segments], times * group.blocks)
 
 
-def _powers(decay: PerSegment, group: Group, rows: Array) -> Array:
-    """decay^0 .. decay^16 by repeated multiplication, [17] or one column a segment of the group."""
-    own = native(decay)[group.segments] if isinstance(decay, Tensor) else float(decay)
-    powers = [own**0]
-    for _ in range(BLOCK):
-        powers.append(powers[-1] * own)
-    return library(own).stack(powers) if isinstance(decay, Tensor) else like(np.array(powers), rows)
+def _per_quad(of_blocks: Any) -> Any:
+    """[blocks] -> [quads]; a float stays a float."""
+    if isinstance(of_blocks, float):
+        return of_blocks
+    return repeat(of_blocks, np.full(len(of_blocks), QUAD))
