@@ -7,6 +7,7 @@ Nothing raises here: the first problem of a rank becomes part of its facts, and 
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import numpy as np
 import torch
@@ -19,7 +20,7 @@ from cp_returns.clocks import CLOCKS, Clock, valid_steps
 from cp_returns.context import CPContext, Formula, Inputs, PerSample, Reward
 from cp_returns.exchange import cut
 from cp_returns.layout import Layout
-from cp_returns.masks import Prefix
+from cp_returns.masks import Prefix, last_valid
 from cp_returns.scan import as_bits, countable, pick, put, result_dtype, select, select_in_place
 
 _FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
@@ -43,12 +44,19 @@ class Batch:
     counted: Bool[Tensor, " samples"]  # not left out by sample_mask or a missing reward
     missing: Bool[Tensor, " samples"]  # a NaN reward
     bootstrap: Float64[Tensor, " samples"] | None
-    valid_counts: Int64[Tensor, " samples"]  # valid tokens of each whole response
     last_valid: Int64[Tensor, " samples"]  # which step is the last of them, -1 where there is none
     here: Bool[Tensor, " local"]  # this rank's part of the mask
     keep: Int8[Tensor, " local"]  # the same as bits
     all_steps: bool = True  # masked tokens are steps too
     rewarded: bool = True  # were rewards given?
+
+    @cached_property
+    def valid_counts(self) -> Int64[Tensor, " samples"]:
+        """Valid tokens of each whole response."""
+        if not self.all_steps:
+            return self.last_valid + 1
+        bounds = np.append(self.layout.starts, len(self.mask))
+        return tensor(Prefix(self.mask).before(like(bounds, native(self.mask)))).diff()
 
     @property
     def dtype(self) -> torch.dtype:
@@ -140,7 +148,7 @@ def admit(
         own = here if mask is loss_mask else cut(loss_mask, layout, cp.rank)
         checks.append(_masked_rewards(cp, token_rewards.detach(), as_bits(own)))
     bits = dict.fromkeys(tokens, keep) | {name: as_bits(cp.spread(tensor(kept))) for name in unselected}
-    steps, ticks, counts, last = _steps(layout, Prefix(mask), clock)
+    steps, ticks, last = _steps(layout, mask, clock)
     if clock == "token":
         keep_only = select_in_place if owned else select
         inputs = {name: None if y is None else keep_only(y.detach(), bits[name]) for name, y in tokens.items()}
@@ -151,7 +159,7 @@ def admit(
         place = (lambda y: y) if clock == "token" else (lambda y: put(y, here))
         floats = {name: y for name, y in inputs.items() if y is not None and y.dtype in _FLOATS}
         checks += [_tokens_finite(cp, name, y, totals[name], place) for name, y in floats.items()]
-    sums = stack(totals.get("kl", 0.0), missing.sum(), (counts == 0).sum(), counts.sum())
+    sums = stack(totals.get("kl", 0.0), missing.sum(), (last < 0).sum(), lib.count_nonzero(native(mask)))
     facts = Facts(settings, lengths, data, checks=checks, sums=sums)
     return Batch(
         facts=facts,
@@ -164,7 +172,6 @@ def admit(
         counted=tensor(kept),
         missing=tensor(missing),
         bootstrap=bootstrap,
-        valid_counts=tensor(counts),
         last_valid=tensor(last),
         here=here,
         keep=keep,
@@ -193,18 +200,12 @@ def _bootstrap(given: Tensor | None) -> tuple[Tensor | None, list[Check]]:
     return torch.where(x.isfinite(), x, 0.0), [check]
 
 
-def _steps(layout: Layout, mask: Prefix, clock: str) -> tuple[Layout, Clock, Array, Array]:
-    """(the steps' layout, clock, [N] valid tokens, [N] which step is the last of them or -1)."""
-    words = native(mask.mask)
-    if clock != "token":
-        steps, ticks = valid_steps(layout, mask, clock)
-        counts = like(steps.response_lengths, words)
-        return steps, ticks, counts, counts - 1
-    starts = like(layout.starts, words)
-    upto = mask.before(starts + like(layout.response_lengths, words))
-    counts = upto + 0
-    counts[1:] -= upto[:-1]  # a response begins where the one before it ends
-    return layout, Clock(), counts, library(words).where(counts > 0, mask.place(upto) - starts, -1)
+def _steps(layout: Layout, mask: Tensor, clock: str) -> tuple[Layout, Clock, Array]:
+    """(the steps' layout, clock, [N] which step is the last valid token of a response or -1)."""
+    if clock == "token":
+        return layout, Clock(), last_valid(mask, layout.response_lengths)
+    steps, ticks = valid_steps(layout, Prefix(mask), clock)
+    return steps, ticks, like(steps.response_lengths - 1, native(mask))
 
 
 def _settings_and_lengths(cp: CPContext, tokens, numbers, choices, nonfinite: str) -> tuple[dict, dict]:
@@ -236,7 +237,6 @@ def _refused(facts: Facts, layout: Layout, device: torch.device) -> Batch:
         counted=none,
         missing=none,
         bootstrap=None,
-        valid_counts=none.long(),
         last_valid=none.long(),
         here=none,
         keep=as_bits(none),

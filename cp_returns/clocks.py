@@ -49,10 +49,12 @@ class Clock:
         """(decay, odd) of this rank's steps, for the scan. inner: without that of a piece's last step, where what
         enters has been decayed already.
         """
+        if self.turns is None and not inner:
+            return decay, None
         first, lengths = layout.segments(rank)
         ends = np.cumsum(lengths)
         if self.turns is None:
-            return decay, (ends[lengths > 0] - 1, 1.0) if inner else None
+            return decay, (ends[lengths > 0] - 1, 1.0)
         low = np.searchsorted(self.turns, first)
         count = np.searchsorted(self.turns, first + lengths - inner * (lengths > 0)) - low
         nth = np.arange(count.sum()) + np.repeat(low - (np.cumsum(count) - count), count)

@@ -1,7 +1,7 @@
 """Counting in a packed 0/1 mask, a long one without a pass over single tokens: eight tokens are a 64-bit word, 16 words
 a line.
 
-Works on the mask's device; only `on_host` and `places` read from it. Arrays as in `arrays`.
+Works on the mask's device; only `on_host` and `places` read from a GPU. Arrays as in `arrays`.
 """
 
 import numpy as np
@@ -83,6 +83,41 @@ def _popcount(words: Array) -> Array:
 def _sum_words(words: Array) -> Array:
     """[n, 16] -> [n]; numpy's own sum takes four times as long for rows so short."""
     return np.einsum("ij->i", words) if isinstance(words, np.ndarray) else words.sum(1)
+
+
+def last_valid(mask: Tensor, lengths: np.ndarray) -> Array:
+    """[N] which token of each response of a packed bool mask is the last valid one, -1 where none is."""
+    return _by_counts(mask, lengths) if mask.is_cuda else _by_looking(mask.numpy(), lengths)
+
+
+def _by_counts(mask: Tensor, lengths: np.ndarray) -> Array:
+    """`last_valid` without a read of the device."""
+    ends = np.cumsum(lengths)
+    starts, stops = (like(x, native(mask)) for x in (ends - lengths, ends))
+    counts = Prefix(mask)
+    upto = counts.before(stops)
+    return library(upto).where(upto > counts.before(starts), counts.place(upto) - starts, -1)
+
+
+def _by_looking(valid: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+    """`last_valid` of a mask on the host: most responses end with a valid token, the others are searched."""
+    ends, last = np.cumsum(lengths), lengths - 1
+    some = np.flatnonzero(lengths)
+    for i in some[~valid[ends[some] - 1]].tolist():
+        last[i] = _last(valid[ends[i] - lengths[i] : ends[i]])
+    return last
+
+
+def _last(valid: np.ndarray) -> int:
+    """Where the last True is, -1 without one. Looks for it from the end, in windows that grow."""
+    stop, window = len(valid), 256
+    while stop > 0:
+        start = max(0, stop - window)
+        at = valid[start:stop].tobytes().rfind(1)
+        if at >= 0:
+            return start + at
+        stop, window = start, 8 * window
+    return -1
 
 
 def places(mask: Tensor) -> np.ndarray:

@@ -326,10 +326,10 @@ class ContextParallelReturns(nn.Module):
 
     def _estimate(self, cp: CPContext, dp: AllGather, batch: Batch, samples: dict) -> tuple[Tensor, Tensor]:
         config = self.config
-        ids, options = samples["group_ids"], config.group_options()
         if config.estimator == "gae":
             out = advantage_estimates(batch, cp)
             return out.returns, out.advantages
+        ids, options = samples["group_ids"], config.group_options()
         if config.estimator in ("reinforce_plus_plus", "remax"):
             if config["group_center"] is not None:  # the group's advantage is the reward
                 scalars = group_scalars(batch, cp, ids, all_gather=dp, **options)

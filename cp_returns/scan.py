@@ -365,13 +365,13 @@ def _scan_tile(
         rows[here.place % QUAD, here.place // QUAD] += here.value
     decay = _per_block(decay, group)
     apart = None if odd is None else _odd_blocks(odd.of(group), decay, group, rows)
-    fourth = _square(_square(decay))
-    gain = _square(_square(fourth))
+    fourth = _fourth(decay)
+    gain = _fourth(fourth)
     if apart is None or len(apart.blocks) < group.num_blocks:
         each, room = _per_quad(decay), library(rows).empty_like(rows[0])
         for c in range(QUAD - 2, -1, -1):
             rows[c] += _times(rows[c + 1], each, room)
-    first = _first_of_quads(rows)
+    first = _by_place(rows[0])
     heads = first[-1] + 0.0
     for q in range(QUAD - 2, -1, -1):
         heads = _times(heads, fourth, heads)
@@ -410,9 +410,9 @@ def _finish_tile(tile: Tile, out: Array) -> Array:
 
 def _below_quads(tile: Tile) -> Array:
     """[quads] the y past each quad's end. Uses up what lies below the blocks."""
-    fourth, y = _square(_square(tile.decay)), tile.below
+    fourth, y = _fourth(tile.decay), tile.below
     below = library(y).empty_like(tile.rows[0])
-    first, to = _first_of_quads(tile.rows), _by_place(below)
+    first, to = _by_place(tile.rows[0]), _by_place(below)
     to[-1] = y
     for q in range(QUAD - 1, 0, -1):
         y = _times(y, fourth, y)
@@ -426,13 +426,10 @@ def _by_place(of_quads: Array) -> Array:
     return of_quads.reshape(-1, QUAD).T
 
 
-def _first_of_quads(rows: Array) -> Array:
-    """[4, blocks] the y of the first token of each quad."""
-    return _by_place(rows[0])
-
-
-def _square(rate: Any) -> Any:
-    return rate * rate
+def _fourth(rate: Any) -> Any:
+    """rate^4, the same bits for a float and an array."""
+    square = rate * rate
+    return square * square
 
 
 def _times(x: Array, rate: Any, out: Array) -> Array:
@@ -531,8 +528,9 @@ def _first_values(tile: Tile) -> Array:
     first, quad = like(group.first, rows), like(pads // QUAD, rows)
     below = y = tile.below[first]
     rate, gain = (x if isinstance(x, float) else x[first] for x in (tile.decay, tile.gain))
+    fourth = _fourth(rate)
     for q in range(QUAD - 1, 0, -1):  # what lies below the first token's quad
-        y = lib.where(quad < q, rows[0][QUAD * first + q] + _square(_square(rate)) * y, y)
+        y = lib.where(quad < q, rows[0][QUAD * first + q] + fourth * y, y)
     row = like(pads % QUAD, rows)
     for c in range(QUAD - 1, -1, -1):  # and runs through the tokens ahead of it
         y = lib.where(row <= c, rate * y, y)

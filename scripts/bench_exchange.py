@@ -9,7 +9,7 @@ slowest rank. All contenders have passed the gate: the serial float64 oracle's n
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import bench_common as common
@@ -80,12 +80,17 @@ class Kind:
 Call = Callable[[Inputs], Any]
 
 
+@cache
+def config_of(strategy: str, estimator: str, whiten: bool) -> ReturnsConfig:
+    """As an actor builds it: once."""
+    options = {"gamma": GAMMA, "kl_coef": KL_COEF, "strategy": strategy, "whiten": whiten}
+    return ReturnsConfig(estimator=estimator, **options, **({"lam": LAM} if estimator == "gae" else {}))
+
+
 def our_call(group: Any, strategy: str, *, estimator: str = "reinforce_plus_plus", whiten: bool = False) -> Call:
     """The call of an actor. group: a process group, or a stand-in for one."""
     gae = estimator == "gae"
-    options = {"gamma": GAMMA, "kl_coef": KL_COEF, "strategy": strategy, "whiten": whiten}
-    config = ReturnsConfig(estimator=estimator, **options, **({"lam": LAM} if gae else {}))
-    returns_fn = ContextParallelReturns(config, cp_group=group, dp_cp_group=group)
+    returns_fn = ContextParallelReturns(config_of(strategy, estimator, whiten), cp_group=group, dp_cp_group=group)
 
     def call(inputs: Inputs):
         out = returns_fn(**inputs.shared, **({"values": inputs.values} if gae else {}))

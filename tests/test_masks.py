@@ -40,6 +40,23 @@ def test_counts_and_last_places_at_every_position(few, mask):
             assert 0 <= last[end] <= len(mask)  # any, but one that can be looked at
 
 
+@pytest.mark.parametrize("way", ["host", "counts"])
+@given(st.lists(MASKS, max_size=6))
+def test_last_valid_token_of_each_response(way, responses):
+    lengths = np.array([len(mask) for mask in responses], dtype=np.int64)
+    packed = torch.tensor([value for mask in responses for value in mask], dtype=torch.bool)
+    got = masks.last_valid(packed, lengths) if way == "host" else masks._by_counts(packed, lengths)
+    assert got.tolist() == [max((j for j, value in enumerate(mask) if value), default=-1) for mask in responses]
+
+
+@pytest.mark.parametrize("at", [-1, 0, 1, 255, 256, 2303, 2304, 4743, 4744, 4998, 4999])
+def test_last_valid_token_far_from_the_end(at):
+    """The search goes back in windows of 256, 2,048, .. tokens; neighbours of the response are valid to its borders."""
+    mask = torch.ones(5010, dtype=torch.bool)
+    mask[5 + at + 1 : 5005] = False
+    assert masks.last_valid(mask, np.array([5, 5000, 5])).tolist() == [4, at, 4]
+
+
 def test_a_mask_long_enough_for_lines():
     """Its end, 100 tokens past the last whole line, is looked up apart."""
     rng = np.random.default_rng(0)
