@@ -2,14 +2,13 @@
 
     y_j = x_j + decay^tick_j * y_{j+1}          (y = 0 past a segment's end, or the value that enters there)
 
-Three levels: a segment is cut into blocks of 16 tokens counted from its END, a block into 4 quads of 4. All quads of
-all segments lie side by side as [4, quads] float64, so one elementwise call serves one token of every quad: 3 calls sum
-each quad up to its first token, 3 more each block, and the block heads (1/16 of the tokens) are chained by doubling.
-Then it goes back: what enters a block runs through its quads, and what enters a quad through its tokens. Only
-elementwise IEEE multiplies and adds, never a matmul or a fused multiply-add: a segment's bits depend on nothing but its
-own tokens.
+By fours: a segment is cut into blocks of 16 tokens counted from its END, a block into 4 quads of 4 tokens. All quads of
+all segments lie side by side as [4, quads] float64, so one elementwise call serves one token of every quad. Three calls
+sum each quad up to its first token, three more each block; the blocks' first values (1/16 of the tokens) are chained by
+doubling. Then it goes back: what enters a block is handed down to its quads and tokens. Only elementwise IEEE
+multiplies and adds, never a matmul or a fused multiply-add: a segment's bits depend on nothing but its own tokens.
 
-A segment has one decay. Where some tokens have another (the ends of turns), the few blocks that hold them are done
+A segment has one decay. Where some tokens have another (the ends of turns), the few quads that hold them are done
 apart. Tokens that are no steps are taken out before (`pick`) and put back behind (`put`).
 
 The accumulation is float64 and is rounded once, at the end.
@@ -30,7 +29,7 @@ from cp_returns.layout import Lengths
 from cp_returns.masks import Prefix, places
 
 QUAD = 4
-BLOCK = 4 * QUAD
+BLOCK = QUAD**2
 TILE = 8192  # blocks: 1 MiB of float64 rows stays in cache while it is worked on
 SHORT = 200  # tokens of a segment or piece, below which an index of tokens costs less than slices
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -173,28 +172,35 @@ class Group:
 
 
 @dataclass(frozen=True)
+class Level:
+    """The stretches of 4 or of 16 tokens of a tile, each as if nothing entered it."""
+
+    y: Array  # [stretches] the first y
+    rate: Any  # a float or [stretches]: how much of what enters comes through to the first y
+
+
+@dataclass(frozen=True)
 class Tile:
     """One group after its local scan, and what finishing needs, as `native` arrays."""
 
     group: Group
     rows: Array  # [4, quads] each y as if nothing entered its quad
-    decay: Any  # a float or [blocks]
-    odd: "OddBlocks | None"
-    gain: Any  # of a whole block: a float or [blocks]
-    heads: Array  # [blocks] the first y of each block as if nothing entered it
+    decay: Any  # a float or [quads]
+    odd: "OddQuads | None"
+    levels: list[Level]  # quads first, blocks last
     below: Array  # [blocks] the y past each block's end, with nothing entering the segment
     uniform: bool  # no call for odd tokens: what holds for one segment may not hang on whether another has some
 
 
 @dataclass(frozen=True)
-class OddBlocks:
-    """The blocks of a tile that hold a token with a decay of its own. They are scanned apart: what the tile's rows hold
-    of them is not used, only its heads and gains.
+class OddQuads:
+    """The quads of a tile that hold a token with a decay of its own, done apart. The tile's rows have only their first
+    y.
     """
 
-    blocks: Array  # which of the tile's
-    y: Array  # [16, odd blocks] after the local scan
-    through: Array  # [16, odd blocks] the gain from what enters a block to each of its tokens
+    quads: Array  # which of the tile's
+    y: Array  # [4, odd quads] after the local scan
+    through: Array  # [4, odd quads] how much of what enters a quad comes through to each of its tokens
 
 
 @dataclass(frozen=True)
@@ -236,7 +242,7 @@ def finish(begun: Scan, entering: Float64[Tensor, " segments"] | None = None, *,
         if entering is not None:
             _let_in(tile, head if group.continues else native(entering)[group.segments])
         if begun.tiles and begun.tiles[0].group.continues:
-            head = _first_values(tile)  # its segment goes on in this one
+            head = _first_of_tile(tile)
         staged = _finish_tile(tile, to)
         del tile  # its rows are twice the output's size, which is not in memory before it is written to
         _write(staged, group, to, begun.keep)
@@ -344,92 +350,69 @@ def _scan_tiles(x: Tensor, lengths, decay, scale, impulse, odd: Odd | None, head
     head = None
     for group in plan(size, one=x.is_cuda):
         tile = _scan_tile(native(x), group, decay, scale, impulses, marks, head)
-        if heads is not None or group.tokens.start > starts[group.segments.start]:
-            first = _first_values(tile)
-            head = first[:1]
-            if heads is not None:
-                native(heads)[group.segments][like(group.some, first)] = first
+        if group.tokens.start > starts[group.segments.start]:
+            head = _first_of_tile(tile)
+        if heads is not None:
+            to = native(heads)[group.segments]
+            to[like(group.some, to)] = _first_values(tile)
         yield tile
 
 
 def _scan_tile(
     x: Array, group: Group, decay, scale, impulses: Marks | None, odd: Marks | None, head: Array | None
 ) -> Tile:
-    quads = QUAD * group.num_blocks
+    quads = BLOCK // QUAD * group.num_blocks
     rows = native(torch.empty(QUAD, quads, dtype=torch.float64, device=getattr(x, "device", None)))
     rows[...] = _stage(x, group).reshape(quads, QUAD).T
     if isinstance(scale, Tensor) or scale != 1.0:
-        rows *= _per_block(scale, group, QUAD)
+        rows *= _per_quad(scale, group)
     if impulses is not None:
         here = impulses.of(group)
         rows[here.place % QUAD, here.place // QUAD] += here.value
-    decay = _per_block(decay, group)
-    apart = None if odd is None else _odd_blocks(odd.of(group), decay, group, rows)
-    fourth = _fourth(decay)
-    gain = _fourth(fourth)
-    if apart is None or len(apart.blocks) < group.num_blocks:
-        each, room = _per_quad(decay), library(rows).empty_like(rows[0])
-        for c in range(QUAD - 2, -1, -1):
-            rows[c] += _times(rows[c + 1], each, room)
-    first = _by_place(rows[0])
-    heads = first[-1] + 0.0
-    for q in range(QUAD - 2, -1, -1):
-        heads = _times(heads, fourth, heads)
-        heads += first[q]
+    decay = _per_quad(decay, group)
+    apart = None if odd is None else _odd_quads(odd.of(group), decay, group, rows)
+    room, rate = library(rows).empty_like(rows[0]), decay
+    for c in range(QUAD - 2, -1, -1):
+        rows[c] += _times(rows[c + 1], decay, room)
+        rate = rate * decay
     if apart is not None:
-        heads[apart.blocks] = apart.y[0]
-        gain = gain + library(rows).zeros_like(heads)
-        gain[apart.blocks] = apart.through[0]
-    below = _values_below(heads, gain, group, head if group.continues else None)
-    return Tile(group, rows, decay, apart, gain, heads, below, uniform=odd is None)
+        rows[0][apart.quads] = apart.y[0]
+        rate = rate + library(rows).zeros_like(rows[0])
+        rate[apart.quads] = apart.through[0]
+    levels = [Level(rows[0], rate)]
+    while len(levels[-1].y) > group.num_blocks:
+        levels.append(_sum_up(levels[-1]))
+    below = _values_below(levels[-1], group, head if group.continues else None)
+    return Tile(group, rows, decay, apart, levels, below, uniform=odd is None)
 
 
-def _finish_tile(tile: Tile, out: Array) -> Array:
-    """Let what lies below each block run through its tokens; [blocks * 16] y, as `_stage` lays out x: where nothing is
-    padded, that is the group's part of out. Uses the tile up.
-    """
-    rows, odd, lib = tile.rows, tile.odd, library(out)
-    staged = out[tile.group.tokens]
-    if tile.group.pads.any():
-        staged = lib.empty_like(rows, dtype=out.dtype).reshape(-1)
-    entering = None if odd is None else tile.below[odd.blocks]  # a copy, before it is used up
-    if odd is None or len(odd.blocks) < tile.group.num_blocks:
-        each, below = _per_quad(tile.decay), _below_quads(tile)
-        to = staged.reshape(-1, QUAD)
-        for c in range(QUAD - 1, -1, -1):
-            below = _times(below, each, below)
-            rows[c] += below
-            to[:, c] = rows[c]  # written while it is in cache
-    if odd is not None:
-        to = staged.reshape(-1, BLOCK)
-        ends = lib.empty_like(to[: len(odd.blocks)])
-        ends[...] = (odd.y + odd.through * entering).T  # torch does not convert where it writes by an index
-        to[odd.blocks] = ends
-    return staged
+def _sum_up(level: Level) -> Level:
+    """Four stretches make one of the next level."""
+    y, rate = _by_place(level.y), _by_place(level.rate)
+    first, through = y[QUAD - 1] + 0.0, rate[QUAD - 1]
+    for q in range(QUAD - 2, -1, -1):
+        first = _times(first, rate[q], first)
+        first += y[q]
+        through = through * rate[q]
+    return Level(first, through)
 
 
-def _below_quads(tile: Tile) -> Array:
-    """[quads] the y past each quad's end. Uses up what lies below the blocks."""
-    fourth, y = _fourth(tile.decay), tile.below
-    below = library(y).empty_like(tile.rows[0])
-    first, to = _by_place(tile.rows[0]), _by_place(below)
-    to[-1] = y
+def _hand_down(level: Level, below: Array) -> Array:
+    """[stretches] the y past the end of each, from [next level's stretches] the y past theirs, which is used up."""
+    y, rate = _by_place(level.y), _by_place(level.rate)
+    whole = library(below).empty_like(level.y)
+    to = _by_place(whole)
+    to[QUAD - 1] = below
     for q in range(QUAD - 1, 0, -1):
-        y = _times(y, fourth, y)
-        y += first[q]
-        to[q - 1] = y
-    return below
+        below = _times(below, rate[q], below)
+        below += y[q]
+        to[q - 1] = below
+    return whole
 
 
-def _by_place(of_quads: Array) -> Array:
-    """[quads] -> a view [4, blocks], by the place of a quad in its block."""
-    return of_quads.reshape(-1, QUAD).T
-
-
-def _fourth(rate: Any) -> Any:
-    """rate^4, the same bits for a float and an array."""
-    square = rate * rate
-    return square * square
+def _by_place(x: Any) -> Any:
+    """[stretches] -> a view [4, next level's stretches], by their place there; a float four times."""
+    return [x] * QUAD if isinstance(x, float) else x.reshape(-1, QUAD).T
 
 
 def _times(x: Array, rate: Any, out: Array) -> Array:
@@ -437,28 +420,52 @@ def _times(x: Array, rate: Any, out: Array) -> Array:
     return x if isinstance(rate, float) and rate == 1.0 else library(x).multiply(x, rate, out=out)
 
 
-def _odd_blocks(odd: Marks, decay: Any, group: Group, rows: Array) -> OddBlocks | None:
-    """The blocks of a tile that hold odd tokens; None where there are none."""
-    block = odd.place // BLOCK
-    if not len(block):
+def _finish_tile(tile: Tile, out: Array) -> Array:
+    """Let what lies below each block run through its tokens; [blocks * 16] y, as `_stage` lays out x: where nothing is
+    padded, that is the group's part of out. Uses the tile up.
+    """
+    rows, odd, below = tile.rows, tile.odd, tile.below
+    staged = out[tile.group.tokens]
+    if tile.group.pads.any():
+        staged = library(out).empty_like(rows, dtype=out.dtype).reshape(-1)
+    to = staged.reshape(-1, QUAD)
+    for level in tile.levels[-2::-1]:
+        below = _hand_down(level, below)
+    entering = None if odd is None else below[odd.quads]  # a copy, before it is used up
+    for c in range(QUAD - 1, -1, -1):
+        below = _times(below, tile.decay, below)
+        rows[c] += below
+        to[:, c] = rows[c]  # written while it is in cache
+    if odd is not None:
+        ends = library(to).empty_like(to[: len(odd.quads)])
+        ends[...] = (odd.y + odd.through * entering).T  # torch does not convert where it writes by an index
+        to[odd.quads] = ends
+    return staged
+
+
+def _odd_quads(odd: Marks, decay: Any, group: Group, rows: Array) -> OddQuads | None:
+    """The quads of a tile that hold odd tokens; None where there are none."""
+    quad = odd.place // QUAD
+    if not len(quad):
         return None
-    new = np.ones(len(block), dtype=bool)
-    np.not_equal(block[1:], block[:-1], out=new[1:])
-    host = block[new]
-    blocks = like(host, rows)
-    y = library(rows).moveaxis(rows.reshape(QUAD, -1, QUAD)[:, blocks], 2, 0).reshape(BLOCK, -1)
+    new = np.ones(len(quad), dtype=bool)
+    np.not_equal(quad[1:], quad[:-1], out=new[1:])
+    host = quad[new]
+    quads = like(host, rows)
+    y = rows[:, quads]
     rates = library(rows).empty_like(y)
-    rates[...] = decay if isinstance(decay, float) else decay[blocks]
+    rates[...] = decay if isinstance(decay, float) else decay[quads]
     pads = np.zeros(group.num_blocks, dtype=np.int64)
     pads[group.first] = group.pads[group.some]
-    padded = np.flatnonzero(pads[host])
-    row, column = np.nonzero(np.arange(BLOCK)[:, None] < pads[host[padded]])
-    rates[like(row, rows), like(padded[column], rows)] = 1.0  # so that row 0 has the first token's y
-    rates[like(odd.place % BLOCK, rows), like(np.cumsum(new) - 1, rows)] = odd.value
-    for k in (1, 2, 4, 8):  # by doubling, in few calls: a tile has few such blocks
-        y[:-k] += rates[:-k] * y[k:]
-        rates[:-k] = rates[:-k] * rates[k:]
-    return OddBlocks(blocks, y, rates)
+    block, within = np.divmod(host, BLOCK // QUAD)
+    padded = pads[block] - QUAD * within
+    row, column = np.nonzero(np.arange(QUAD)[:, None] < padded)
+    rates[like(row, rows), like(column, rows)] = 1.0  # so that the first y is that of the first token
+    rates[like(odd.place % QUAD, rows), like(np.cumsum(new) - 1, rows)] = odd.value
+    for c in range(QUAD - 2, -1, -1):
+        y[c] += rates[c] * y[c + 1]
+        rates[c] = rates[c] * rates[c + 1]
+    return OddQuads(quads, y, rates)
 
 
 def _write(staged: Array, group: Group, out: Array, keep: Tensor | None) -> None:
@@ -468,26 +475,26 @@ def _write(staged: Array, group: Group, out: Array, keep: Tensor | None) -> None
         blank(out[group.tokens], native(keep)[group.tokens])
 
 
-def _values_below(first: Array, gain, group: Group, entering: Array | None) -> Array:
-    """[blocks] the y past each block's end: the next block's head, or what enters the segment (default 0)."""
-    if library(first) is np:
-        below = _chain_heads(first, gain, group, entering, None)
+def _values_below(blocks: Level, group: Group, entering: Array | None) -> Array:
+    """[blocks] the y past each block's end: the next block's first, or what enters the segment (default 0)."""
+    if library(blocks.y) is np:
+        below = _chain(blocks, group, entering, None)
         if np.isfinite(below.sum()):
             return below
     # 0 * NaN and 0 * inf are NaN: where some occur, what lies past a segment's end is left out, not multiplied by 0.
-    return _chain_heads(first, gain, group, entering, like(group.behind, first))
+    return _chain(blocks, group, entering, like(group.behind, blocks.y))
 
 
-def _chain_heads(first: Array, gain, group: Group, entering: Array | None, behind: Array | None) -> Array:
+def _chain(blocks: Level, group: Group, entering: Array | None, behind: Array | None) -> Array:
     """By doubling, head_b += gain_b * head_{b+k}; gain_b *= gain_{b+k}, with gain 0 at a segment's end."""
-    lib, n, longest = library(first), group.num_blocks, int(group.blocks.max())
+    first, lib, n, longest = blocks.y, library(blocks.y), group.num_blocks, int(group.blocks.max())
     last = like(group.last, first)
     device = getattr(first, "device", None)
     room = native(torch.empty(3, n + longest, dtype=torch.float64, device=device))
     room[:, n:] = 0.0
     heads, gains, other = room
-    lib.add(first, 0.0, out=heads[:n])  # -0.0 becomes 0.0: its sign must not depend on how often mates make us double
-    gains[:n] = gain
+    heads[:n] = first
+    gains[:n] = blocks.rate
     if entering is not None:
         heads[last] += gains[last] * entering
     gains[last] = 0.0
@@ -501,45 +508,57 @@ def _chain_heads(first: Array, gain, group: Group, entering: Array | None, behin
         heads[:n] += product
         gains, other = other, gains
         reach *= 2
-    below = heads[1 : n + 1] + 0.0  # not all three of them are kept
+    below = heads[1 : n + 1] + 0.0  # -0.0 becomes 0.0: its sign must not depend on how often mates make us double
     below[last] = 0.0 if entering is None else entering
     return below
 
 
 def _let_in(tile: Tile, entering: Array) -> None:
     """What enters at the segments' ends, in the y past each block's end."""
-    group, below = tile.group, tile.below
+    group, below, blocks = tile.group, tile.below, tile.levels[-1]
     # Where the segment goes on in the next group, that one's head has come in before anything entered.
     if group.continues or not tile.uniform:
-        below[...] = _values_below(tile.heads, tile.gain, group, entering[like(group.some, below)])
+        below[...] = _values_below(blocks, group, entering[like(group.some, below)])
         return
     behind = like(group.behind, below)
-    if isinstance(tile.decay, float):
-        gain = (tile.gain ** like(np.arange(group.blocks.max(), dtype=np.float64), below))[behind]
+    if isinstance(blocks.rate, float):
+        gain = (blocks.rate ** like(np.arange(group.blocks.max(), dtype=np.float64), below))[behind]
     else:
-        gain = tile.gain**behind
+        gain = blocks.rate**behind
     below += gain * repeat(entering, group.blocks)
+
+
+def _first_of_tile(tile: Tile) -> Array:
+    """[1] its first y, for the group before, in which its segment goes on: nothing is padded here."""
+    blocks = tile.levels[-1]
+    return blocks.y[:1] + _at(blocks.rate, slice(1)) * tile.below[:1]
 
 
 def _first_values(tile: Tile) -> Array:
     """The y of the first token of each segment that has some."""
-    group, rows, lib = tile.group, tile.rows, library(tile.rows)
-    pads = group.pads[group.some]
-    first, quad = like(group.first, rows), like(pads // QUAD, rows)
-    below = y = tile.below[first]
-    rate, gain = (x if isinstance(x, float) else x[first] for x in (tile.decay, tile.gain))
-    fourth = _fourth(rate)
-    for q in range(QUAD - 1, 0, -1):  # what lies below the first token's quad
-        y = lib.where(quad < q, rows[0][QUAD * first + q] + fourth * y, y)
-    row = like(pads % QUAD, rows)
-    for c in range(QUAD - 1, -1, -1):  # and runs through the tokens ahead of it
+    group, lib, pads = tile.group, library(tile.rows), tile.group.pads[tile.group.some]
+    at, width = like(group.first, tile.rows), BLOCK  # the stretch of a level where the first token lies
+    below = tile.below[at]  # the y past its end
+    for level in tile.levels[-2::-1]:
+        width //= QUAD
+        place, at = like(pads // width % QUAD, below), QUAD * at
+        for q in range(QUAD - 1, 0, -1):
+            below = lib.where(place < q, level.y[at + q] + _at(level.rate, at + q) * below, below)
+        at = at + place
+    quads, row, y, rate = tile.levels[0], like(pads % QUAD, below), below, _at(tile.decay, at)
+    for c in range(QUAD - 1, -1, -1):
         y = lib.where(row <= c, rate * y, y)
-    y += rows[row, QUAD * first + quad]
+    y += tile.rows[row, at]
     if tile.odd is None:
         return y
-    odd = lib.zeros_like(tile.below) > 0
-    odd[tile.odd.blocks] = True
-    return lib.where(odd[first], tile.heads[first] + gain * below, y)
+    odd = lib.zeros_like(quads.y) > 0
+    odd[tile.odd.quads] = True
+    return lib.where(odd[at], quads.y[at] + _at(quads.rate, at) * below, y)
+
+
+def _at(x: Any, index: Any) -> Any:
+    """x[index]; a float is the same everywhere."""
+    return x if isinstance(x, float) else x[index]
 
 
 def _stage(x: Array, group: Group) -> Array:
@@ -567,15 +586,8 @@ def _unstage(staged: Array, group: Group, out: Array) -> None:
     library(out).concatenate([*map(staged.__getitem__, group.slices_among_blocks)], out=out[group.tokens])
 
 
-def _per_block(value: PerSegment, group: Group, times: int = 1) -> Any:
-    """A value per segment -> one per block of the group, or `times` a block; a float stays a float."""
+def _per_quad(value: PerSegment, group: Group) -> Any:
+    """A value per segment -> one per quad of the group; a float stays a float."""
     if not isinstance(value, Tensor):
         return float(value)
-    return repeat(native(value)[group.segments], times * group.blocks)
-
-
-def _per_quad(of_blocks: Any) -> Any:
-    """[blocks] -> [quads]; a float stays a float."""
-    if isinstance(of_blocks, float):
-        return of_blocks
-    return repeat(of_blocks, np.full(len(of_blocks), QUAD))
+    return repeat(native(value)[group.segments], BLOCK // QUAD * group.blocks)

@@ -8,6 +8,7 @@ import torch
 from helpers import assert_as_good_as_serial
 
 from cp_returns import reference
+from cp_returns.clocks import CLOCKS
 from cp_returns.config import ReturnsConfig
 from cp_returns.errors import CPInputError
 from cp_returns.layout import contiguous_pack, zigzag
@@ -133,6 +134,17 @@ def test_no_samples_give_empty_lists():
         out = ContextParallelReturns(ReturnsConfig(**config))(**given)
         assert (out.returns, out.advantages, out.masks) == ([], [], [])
         assert (out.info.samples, out.info.valid_tokens, out.info.kl_sum, out.info.kl_mean) == (0, 0, 0, 0)
+
+
+@pytest.mark.parametrize("clock", CLOCKS)
+def test_a_sample_whose_only_valid_token_is_its_first_is_not_fully_masked(clock):
+    config = ReturnsConfig(clock=clock, gamma=1.0, kl_coef=0.0)
+    mask = torch.tensor([1, 0, 0])
+    out = ContextParallelReturns(config)(
+        loss_masks=[mask, 0 * mask], rewards=[2.0, 3.0], response_lengths=[3, 3], total_lengths=[5, 5]
+    )
+    assert (out.info.valid_tokens, out.info.fully_masked) == (1, 1)
+    assert lists(out.returns) == [[2, 0, 0], [0, 0, 0]]
 
 
 def test_what_is_left_out_is_masked_counted_and_said(caplog):

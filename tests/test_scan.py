@@ -364,6 +364,14 @@ def test_the_sign_of_a_zero_does_not_depend_on_mates():
     assert_same_bits(together[:48], reverse_scan(zeros, [48], 0.9))
 
 
+def test_the_sign_of_a_zero_between_blocks_does_not_depend_on_mates():
+    """0 * -7 is -0.0. A block's first y that is -0.0 would stay so beside a mate with negative numbers only."""
+    x = torch.full((64,), -0.0)
+    x[[20, 32]] = torch.tensor([-5.0, -7.0])  # in the second and the third block of the first segment
+    x[48:] = -1.0
+    assert_same_bits(reverse_scan(x, [48, 16], 0.0)[:48], reverse_scan(x[:48], [48], 0.0))
+
+
 def test_bits_do_not_depend_on_the_number_of_threads():
     x = normal(500_000, 4)
     expected = reverse_scan(x, [300_000, 200_000], 0.9999)
