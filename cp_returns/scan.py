@@ -30,7 +30,7 @@ from cp_returns.masks import Prefix, places
 
 QUAD = 4
 BLOCK = QUAD**2
-TILE = 8192  # blocks: 1 MiB of float64 rows stays in cache while it is worked on
+TILE = 12288  # blocks: 1.5 MiB of float64 rows. Fewer cost more calls a token, more leave the cache
 SHORT = 200  # tokens of a segment or piece, below which an index of tokens costs less than slices
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 PerSegment = float | Float64[Tensor, " segments"]
@@ -172,14 +172,6 @@ class Group:
 
 
 @dataclass(frozen=True)
-class Level:
-    """The stretches of 4 or of 16 tokens of a tile, each as if nothing entered it."""
-
-    y: Array  # [stretches] the first y
-    rate: Any  # a float or [stretches]: how much of what enters comes through to the first y
-
-
-@dataclass(frozen=True)
 class Tile:
     """One group after its local scan, and what finishing needs, as `native` arrays."""
 
@@ -187,7 +179,9 @@ class Tile:
     rows: Array  # [4, quads] each y as if nothing entered its quad
     decay: Any  # a float or [quads]
     odd: "OddQuads | None"
-    levels: list[Level]  # quads first, blocks last
+    through_quads: Any  # [4] floats or [4, blocks], by place: how much of what enters a quad reaches its first y
+    through: Any  # a float or [blocks]: the same of a whole block
+    first: Array  # [blocks] the first y as if nothing entered the block
     below: Array  # [blocks] the y past each block's end, with nothing entering the segment
     uniform: bool  # no call for odd tokens: what holds for one segment may not hang on whether another has some
 
@@ -200,7 +194,7 @@ class OddQuads:
 
     quads: Array  # which of the tile's
     y: Array  # [4, odd quads] after the local scan
-    through: Array  # [4, odd quads] how much of what enters a quad comes through to each of its tokens
+    through: Array  # [4, odd quads] how much of what enters a quad reaches each of its tokens
 
 
 @dataclass(frozen=True)
@@ -306,39 +300,62 @@ def _group(tokens: slice, segments: slice, lengths: np.ndarray, last_block: int,
 
 
 @dataclass(frozen=True)
-class Marks:
-    """Numbers at single tokens of a pack, by where these lie among its blocks: ascending, no place twice."""
+class Impulses:
+    """One number for a token of each segment, by where that lies among the blocks of a pack: ascending."""
 
     place: Array  # counted in tokens
-    value: Any  # one a mark, or a float
+    value: Array
 
-    def of(self, group: Group) -> "Marks":
+    def of(self, group: Group) -> "Impulses":
         """Those in the group, places counted in it."""
-        if isinstance(self.place, Tensor):  # impulses on a GPU, which has one group; odd tokens are host integers
+        if isinstance(self.place, Tensor):  # on a GPU, which has one group
             return self
         start = BLOCK * group.blocks_before
-        low, high = np.searchsorted(self.place, [start, start + BLOCK * group.num_blocks])
-        value = self.value if isinstance(self.value, float) else self.value[low:high]
-        return Marks(self.place[low:high] - start, value)
+        part = slice(*map(self.place.searchsorted, (start, start + BLOCK * group.num_blocks)))
+        return Impulses(self.place[part] - start, self.value[part])
 
 
-def _marks(size: np.ndarray, segments: np.ndarray, offsets: Array, value: PerSegment) -> Marks:
-    """value at an offset in each of the segments, of which there are as many as offsets."""
-    front = BLOCK * np.cumsum(-(-size // BLOCK)) - size  # where each segment's first token lies among the blocks
-    own = native(value)[like(segments, native(value))] if isinstance(value, Tensor) else value
-    return Marks(like(front[segments], offsets) + offsets, own)
+@dataclass(frozen=True)
+class OddTokens:
+    """Where tokens with a decay of their own lie among the quads of a pack: ascending host integers."""
+
+    quads: np.ndarray  # [odd quads]
+    pads: np.ndarray  # [odd quads] zeros in front of the segment's first token, where that is in the quad
+    quad: np.ndarray  # [odd tokens] which of the odd quads
+    row: np.ndarray  # [odd tokens] place in the quad
+    decay: Any  # [odd tokens] or a float
+
+    def of(self, group: Group) -> "OddTokens":
+        """Those in the group, quads counted in it."""
+        start = QUAD * group.blocks_before
+        low, high = map(self.quads.searchsorted, (start, start + QUAD * group.num_blocks))
+        part = slice(*map(self.quad.searchsorted, (low, high)))
+        decay = self.decay if isinstance(self.decay, float) else self.decay[part]
+        quads, pads = self.quads[low:high] - start, self.pads[low:high]
+        return OddTokens(quads, pads, self.quad[part] - low, self.row[part], decay)
 
 
-def _impulses(size: np.ndarray, offsets: Tensor, values: Tensor) -> Marks:
+def _fronts(size: np.ndarray) -> np.ndarray:
+    """Where each segment's first token lies among the blocks of the pack."""
+    return BLOCK * np.cumsum(-(-size // BLOCK)) - size
+
+
+def _impulses(size: np.ndarray, offsets: Tensor, values: Tensor) -> Impulses:
     """One value a segment, at an offset."""
     some = np.flatnonzero(size)
-    return _marks(size, some, native(offsets)[like(some, native(offsets))], values)
+    offset, value = (native(x)[like(some, native(x))] for x in (offsets, values))
+    return Impulses(like(_fronts(size)[some], offset) + offset, value)
 
 
-def _odd(size: np.ndarray, places: np.ndarray, decay: PerSegment) -> Marks:
-    ends = np.cumsum(size)
-    segments = np.searchsorted(ends, places, side="right")
-    return _marks(size, segments, places - (ends - size)[segments], decay)
+def _odd_tokens(size: np.ndarray, places: np.ndarray, decay: PerSegment) -> OddTokens:
+    starts, fronts = np.cumsum(size) - size, _fronts(size)
+    segment = np.searchsorted(starts + size, places, side="right")
+    quad, row = np.divmod(fronts[segment] + places - starts[segment], QUAD)
+    new = np.diff(quad, prepend=-1) > 0
+    quads, front = quad[new], fronts[segment[new]]
+    pads = np.where(front // QUAD == quads, front % QUAD, 0)
+    own = native(decay)[like(segment, native(decay))] if isinstance(decay, Tensor) else decay
+    return OddTokens(quads, pads, np.cumsum(new) - 1, row, own)
 
 
 def _scan_tiles(x: Tensor, lengths, decay, scale, impulse, odd: Odd | None, heads: Tensor | None) -> Iterator[Tile]:
@@ -346,10 +363,10 @@ def _scan_tiles(x: Tensor, lengths, decay, scale, impulse, odd: Odd | None, head
     x, size = countable(x), np.asarray(lengths, dtype=np.int64)
     starts = np.cumsum(size) - size
     impulses = None if impulse is None else _impulses(size, *impulse)
-    marks = None if odd is None else _odd(size, *odd)
+    odd_tokens = None if odd is None else _odd_tokens(size, *odd)
     head = None
     for group in plan(size, one=x.is_cuda):
-        tile = _scan_tile(native(x), group, decay, scale, impulses, marks, head)
+        tile = _scan_tile(native(x), group, decay, scale, impulses, odd_tokens, head)
         if group.tokens.start > starts[group.segments.start]:
             head = _first_of_tile(tile)
         if heads is not None:
@@ -359,9 +376,9 @@ def _scan_tiles(x: Tensor, lengths, decay, scale, impulse, odd: Odd | None, head
 
 
 def _scan_tile(
-    x: Array, group: Group, decay, scale, impulses: Marks | None, odd: Marks | None, head: Array | None
+    x: Array, group: Group, decay, scale, impulses: Impulses | None, odd: OddTokens | None, head: Array | None
 ) -> Tile:
-    quads = BLOCK // QUAD * group.num_blocks
+    quads = QUAD * group.num_blocks
     rows = native(torch.empty(QUAD, quads, dtype=torch.float64, device=getattr(x, "device", None)))
     rows[...] = _stage(x, group).reshape(quads, QUAD).T
     if isinstance(scale, Tensor) or scale != 1.0:
@@ -370,49 +387,49 @@ def _scan_tile(
         here = impulses.of(group)
         rows[here.place % QUAD, here.place // QUAD] += here.value
     decay = _per_quad(decay, group)
-    apart = None if odd is None else _odd_quads(odd.of(group), decay, group, rows)
+    apart = None if odd is None else _odd_quads(odd.of(group), decay, rows)
     room, rate = library(rows).empty_like(rows[0]), decay
     for c in range(QUAD - 2, -1, -1):
         rows[c] += _times(rows[c + 1], decay, room)
         rate = rate * decay
+    rates = [rate if isinstance(rate, float) else rate[::QUAD]] * QUAD
     if apart is not None:
         rows[0][apart.quads] = apart.y[0]
-        rate = rate + library(rows).zeros_like(rows[0])
-        rate[apart.quads] = apart.through[0]
-    levels = [Level(rows[0], rate)]
-    while len(levels[-1].y) > group.num_blocks:
-        levels.append(_sum_up(levels[-1]))
-    below = _values_below(levels[-1], group, head if group.continues else None)
-    return Tile(group, rows, decay, apart, levels, below, uniform=odd is None)
+        by_place = library(rows).empty_like(rows[:, : group.num_blocks])
+        by_place[...] = rates[0]
+        by_place[apart.quads % QUAD, apart.quads // QUAD] = apart.through[0]
+        rates = by_place
+    first, through = _sum_up(rows[0], rates)
+    below = _values_below(first, through, group, head if group.continues else None)
+    return Tile(group, rows, decay, apart, rates, through, first, below, uniform=odd is None)
 
 
-def _sum_up(level: Level) -> Level:
-    """Four stretches make one of the next level."""
-    y, rate = _by_place(level.y), _by_place(level.rate)
-    first, through = y[QUAD - 1] + 0.0, rate[QUAD - 1]
+def _sum_up(quads: Array, through_quads: Any) -> tuple[Array, Any]:
+    """(the first y of each block, how much of what enters the block reaches it), by those of its quads."""
+    y = _by_place(quads)
+    first, through = y[QUAD - 1] + 0.0, through_quads[QUAD - 1]
     for q in range(QUAD - 2, -1, -1):
-        first = _times(first, rate[q], first)
+        first = _times(first, through_quads[q], first)
         first += y[q]
-        through = through * rate[q]
-    return Level(first, through)
+        through = through * through_quads[q]
+    return first, through
 
 
-def _hand_down(level: Level, below: Array) -> Array:
-    """[stretches] the y past the end of each, from [next level's stretches] the y past theirs, which is used up."""
-    y, rate = _by_place(level.y), _by_place(level.rate)
-    whole = library(below).empty_like(level.y)
+def _hand_down(quads: Array, through_quads: Any, below: Array) -> Array:
+    """[quads] the y past each quad's end, from the y past each block's end, which is used up."""
+    y, whole = _by_place(quads), library(quads).empty_like(quads)
     to = _by_place(whole)
     to[QUAD - 1] = below
     for q in range(QUAD - 1, 0, -1):
-        below = _times(below, rate[q], below)
+        below = _times(below, through_quads[q], below)
         below += y[q]
         to[q - 1] = below
     return whole
 
 
-def _by_place(x: Any) -> Any:
-    """[stretches] -> a view [4, next level's stretches], by their place there; a float four times."""
-    return [x] * QUAD if isinstance(x, float) else x.reshape(-1, QUAD).T
+def _by_place(quads: Array) -> Array:
+    """[quads] -> a view [4, blocks], by the place of a quad in its block."""
+    return quads.reshape(-1, QUAD).T
 
 
 def _times(x: Array, rate: Any, out: Array) -> Array:
@@ -424,13 +441,12 @@ def _finish_tile(tile: Tile, out: Array) -> Array:
     """Let what lies below each block run through its tokens; [blocks * 16] y, as `_stage` lays out x: where nothing is
     padded, that is the group's part of out. Uses the tile up.
     """
-    rows, odd, below = tile.rows, tile.odd, tile.below
+    rows, odd = tile.rows, tile.odd
     staged = out[tile.group.tokens]
     if tile.group.pads.any():
         staged = library(out).empty_like(rows, dtype=out.dtype).reshape(-1)
     to = staged.reshape(-1, QUAD)
-    for level in tile.levels[-2::-1]:
-        below = _hand_down(level, below)
+    below = _hand_down(rows[0], tile.through_quads, tile.below)
     entering = None if odd is None else below[odd.quads]  # a copy, before it is used up
     for c in range(QUAD - 1, -1, -1):
         below = _times(below, tile.decay, below)
@@ -443,25 +459,17 @@ def _finish_tile(tile: Tile, out: Array) -> Array:
     return staged
 
 
-def _odd_quads(odd: Marks, decay: Any, group: Group, rows: Array) -> OddQuads | None:
+def _odd_quads(odd: OddTokens, decay: Any, rows: Array) -> OddQuads | None:
     """The quads of a tile that hold odd tokens; None where there are none."""
-    quad = odd.place // QUAD
-    if not len(quad):
+    if not len(odd.quads):
         return None
-    new = np.ones(len(quad), dtype=bool)
-    np.not_equal(quad[1:], quad[:-1], out=new[1:])
-    host = quad[new]
-    quads = like(host, rows)
+    quads = like(odd.quads, rows)
     y = rows[:, quads]
     rates = library(rows).empty_like(y)
     rates[...] = decay if isinstance(decay, float) else decay[quads]
-    pads = np.zeros(group.num_blocks, dtype=np.int64)
-    pads[group.first] = group.pads[group.some]
-    block, within = np.divmod(host, BLOCK // QUAD)
-    padded = pads[block] - QUAD * within
-    row, column = np.nonzero(np.arange(QUAD)[:, None] < padded)
-    rates[like(row, rows), like(column, rows)] = 1.0  # so that the first y is that of the first token
-    rates[like(odd.place % QUAD, rows), like(np.cumsum(new) - 1, rows)] = odd.value
+    if odd.pads.any():
+        rates[like(np.arange(QUAD)[:, None] < odd.pads, rows)] = 1.0  # so that the first y is that of the first token
+    rates[like(odd.row, rows), like(odd.quad, rows)] = odd.decay
     for c in range(QUAD - 2, -1, -1):
         y[c] += rates[c] * y[c + 1]
         rates[c] = rates[c] * rates[c + 1]
@@ -475,26 +483,26 @@ def _write(staged: Array, group: Group, out: Array, keep: Tensor | None) -> None
         blank(out[group.tokens], native(keep)[group.tokens])
 
 
-def _values_below(blocks: Level, group: Group, entering: Array | None) -> Array:
+def _values_below(first: Array, through: Any, group: Group, entering: Array | None) -> Array:
     """[blocks] the y past each block's end: the next block's first, or what enters the segment (default 0)."""
-    if library(blocks.y) is np:
-        below = _chain(blocks, group, entering, None)
+    if library(first) is np:
+        below = _chain(first, through, group, entering, None)
         if np.isfinite(below.sum()):
             return below
     # 0 * NaN and 0 * inf are NaN: where some occur, what lies past a segment's end is left out, not multiplied by 0.
-    return _chain(blocks, group, entering, like(group.behind, blocks.y))
+    return _chain(first, through, group, entering, like(group.behind, first))
 
 
-def _chain(blocks: Level, group: Group, entering: Array | None, behind: Array | None) -> Array:
+def _chain(first: Array, through: Any, group: Group, entering: Array | None, behind: Array | None) -> Array:
     """By doubling, head_b += gain_b * head_{b+k}; gain_b *= gain_{b+k}, with gain 0 at a segment's end."""
-    first, lib, n, longest = blocks.y, library(blocks.y), group.num_blocks, int(group.blocks.max())
+    lib, n, longest = library(first), group.num_blocks, int(group.blocks.max())
     last = like(group.last, first)
     device = getattr(first, "device", None)
     room = native(torch.empty(3, n + longest, dtype=torch.float64, device=device))
     room[:, n:] = 0.0
     heads, gains, other = room
     heads[:n] = first
-    gains[:n] = blocks.rate
+    gains[:n] = through
     if entering is not None:
         heads[last] += gains[last] * entering
     gains[last] = 0.0
@@ -515,45 +523,42 @@ def _chain(blocks: Level, group: Group, entering: Array | None, behind: Array | 
 
 def _let_in(tile: Tile, entering: Array) -> None:
     """What enters at the segments' ends, in the y past each block's end."""
-    group, below, blocks = tile.group, tile.below, tile.levels[-1]
+    group, below, through = tile.group, tile.below, tile.through
     # Where the segment goes on in the next group, that one's head has come in before anything entered.
     if group.continues or not tile.uniform:
-        below[...] = _values_below(blocks, group, entering[like(group.some, below)])
+        below[...] = _values_below(tile.first, through, group, entering[like(group.some, below)])
         return
     behind = like(group.behind, below)
-    if isinstance(blocks.rate, float):
-        gain = (blocks.rate ** like(np.arange(group.blocks.max(), dtype=np.float64), below))[behind]
+    if isinstance(through, float):
+        gain = (through ** like(np.arange(group.blocks.max(), dtype=np.float64), below))[behind]
     else:
-        gain = blocks.rate**behind
+        gain = through**behind
     below += gain * repeat(entering, group.blocks)
 
 
 def _first_of_tile(tile: Tile) -> Array:
     """[1] its first y, for the group before, in which its segment goes on: nothing is padded here."""
-    blocks = tile.levels[-1]
-    return blocks.y[:1] + _at(blocks.rate, slice(1)) * tile.below[:1]
+    return tile.first[:1] + _at(tile.through, slice(1)) * tile.below[:1]
 
 
 def _first_values(tile: Tile) -> Array:
     """The y of the first token of each segment that has some."""
-    group, lib, pads = tile.group, library(tile.rows), tile.group.pads[tile.group.some]
-    at, width = like(group.first, tile.rows), BLOCK  # the stretch of a level where the first token lies
-    below = tile.below[at]  # the y past its end
-    for level in tile.levels[-2::-1]:
-        width //= QUAD
-        place, at = like(pads // width % QUAD, below), QUAD * at
-        for q in range(QUAD - 1, 0, -1):
-            below = lib.where(place < q, level.y[at + q] + _at(level.rate, at + q) * below, below)
-        at = at + place
-    quads, row, y, rate = tile.levels[0], like(pads % QUAD, below), below, _at(tile.decay, at)
-    for c in range(QUAD - 1, -1, -1):
+    group, quads, lib = tile.group, tile.rows[0], library(tile.rows)
+    pads, block = group.pads[group.some], like(group.first, quads)
+    row, place = like(pads % QUAD, quads), like(pads // QUAD, quads)
+    below = tile.below[block]
+    for q in range(QUAD - 1, 0, -1):  # what lies below the quad of the first token
+        below = lib.where(place < q, quads[QUAD * block + q] + _at(tile.through_quads[q], block) * below, below)
+    quad, y = QUAD * block + place, below
+    rate = _at(tile.decay, quad)
+    for c in range(QUAD - 1, -1, -1):  # runs through the tokens up to it
         y = lib.where(row <= c, rate * y, y)
-    y += tile.rows[row, at]
+    y += tile.rows[row, quad]
     if tile.odd is None:
         return y
-    odd = lib.zeros_like(quads.y) > 0
+    odd = lib.zeros_like(quads) > 0
     odd[tile.odd.quads] = True
-    return lib.where(odd[at], quads.y[at] + _at(quads.rate, at) * below, y)
+    return lib.where(odd[quad], quads[quad] + tile.through_quads[place, block] * below, y)
 
 
 def _at(x: Any, index: Any) -> Any:
@@ -590,4 +595,4 @@ def _per_quad(value: PerSegment, group: Group) -> Any:
     """A value per segment -> one per quad of the group; a float stays a float."""
     if not isinstance(value, Tensor):
         return float(value)
-    return repeat(native(value)[group.segments], BLOCK // QUAD * group.blocks)
+    return repeat(native(value)[group.segments], QUAD * group.blocks)
