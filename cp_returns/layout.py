@@ -211,15 +211,15 @@ def _per_sample(total_lengths, response_lengths, owners: Integers, size: int, mu
     total, response = _lengths(total_lengths, response_lengths)
     if multiple < 1:
         raise CPInputError(f"multiple is {multiple}; expected at least 1")
+    pieces = len(owners)
     if padded_lengths is None:
-        unit = len(owners) * multiple
-        padded = -(-total // unit) * unit
+        piece = -(-total // (pieces * multiple)) * multiple
+        # One rank holds the sample as it is: nothing pads it to two pieces.
+        held = -(-total // multiple) * multiple if size == 1 else piece * (pieces // size)
     else:
-        padded = _padded(padded_lengths, total, divisor=len(owners) if size > 1 else 1)
-    # One rank holds the sample as it is: nothing pads it to two pieces.
-    held = -(-total // multiple) * multiple if size == 1 and padded_lengths is None else padded // size
+        padded = _padded(padded_lengths, total, divisor=pieces if size > 1 else 1)
+        held, piece = padded // size, -(-padded // pieces)  # one rank's need not be even
     grid_begin = held.cumsum() - held
-    piece = -(-padded // len(owners))  # one rank's need not be even
     return _cut(total, response, owners, size, piece, np.zeros(len(total), np.int64), grid_begin, int(held.sum()))
 
 
@@ -251,9 +251,9 @@ def _lengths(total_lengths: Lengths, response_lengths: Lengths) -> tuple[Integer
         raise CPInputError(
             f"{len(response)} response_lengths for {len(total)} total_lengths; expected one of each a sample"
         )
-    bad = (response < 0) | (total - response < (response > 0))
-    if bad.any():
-        i = int(bad.argmax())
+    room = np.minimum(response, total - response - (response > 0))
+    if room.min(initial=0) < 0:
+        i = int((room < 0).argmax())
         raise CPInputError(
             f"sample {i}: response_length {response[i]} of total_length {total[i]}; expected 0 <= response < total: "
             "the prompt needs at least one token, whose logit predicts the first response token"
