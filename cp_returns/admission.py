@@ -15,13 +15,12 @@ from jaxtyping import Bool, Float64, Int8, Int64, Shaped
 from torch import Tensor
 
 from cp_returns.agreement import Check, Facts, Problem, check_samples
-from cp_returns.arrays import Array, library, like, native, repeat, stack, tensor
+from cp_returns.arrays import Array, countable, library, like, native, repeat, result_dtype, stack, tensor
 from cp_returns.clocks import CLOCKS, Clock, valid_steps
 from cp_returns.context import CPContext, Formula, Inputs, PerSample, Reward
 from cp_returns.exchange import cut
 from cp_returns.layout import Layout
-from cp_returns.masks import Prefix, last_valid
-from cp_returns.scan import as_bits, countable, pick, put, result_dtype, select, select_in_place
+from cp_returns.masks import Prefix, as_bits, last_valid, pick, put, select, select_in_place
 
 _FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 _DTYPES = (*_FLOATS, torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)

@@ -59,6 +59,16 @@ def repeat(x: Array, counts: np.ndarray) -> Array:
     return x.repeat_interleave(torch.from_numpy(counts).to(x.device), output_size=int(counts.sum()))
 
 
+def countable(x: Tensor) -> Tensor:
+    """x in a dtype that numpy has and that can be summed."""
+    return x.float() if x.dtype in (torch.bfloat16, torch.bool) else x
+
+
+def result_dtype(*inputs: Tensor) -> torch.dtype:
+    """float64 if a per-token input is, else float32."""
+    return torch.float64 if any(x.dtype == torch.float64 for x in inputs) else torch.float32
+
+
 def empty(n: int, *, dtype: torch.dtype, device: torch.device) -> Tensor:
     """torch.empty; a large one on the host from numpy, which asks for huge pages: the faults of small ones can cost as
     much as the scan that writes there.

@@ -12,9 +12,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from cp_returns.blocks import PerSegment
 from cp_returns.layout import Layout
 from cp_returns.masks import Prefix, places, turn_ends
-from cp_returns.scan import Odd, PerSegment
+from cp_returns.scan import Odd
 
 CLOCKS = ("token", "trainable", "turn")
 

@@ -11,12 +11,14 @@ from torch import Tensor
 
 from cp_returns import exchange
 from cp_returns.agreement import Facts, agree
-from cp_returns.arrays import Array, copy, library, like, native, quiet, repeat, tensor, zeros
+from cp_returns.arrays import Array, copy, countable, library, like, native, quiet, repeat, tensor, zeros
+from cp_returns.blocks import PerSegment
 from cp_returns.clocks import Clock
 from cp_returns.collectives import AllGather, alone, call
 from cp_returns.errors import CPInputError
 from cp_returns.layout import Layout
-from cp_returns.scan import Odd, PerSegment, begin, countable, finish, scan, select_in_place
+from cp_returns.masks import select_in_place
+from cp_returns.scan import Odd, begin, finish, scan
 
 Formula = Callable[..., tuple[Tensor, ...]]
 Inputs = tuple[Tensor | None, ...]

@@ -19,12 +19,12 @@ from torch import Tensor
 
 from cp_returns.admission import Batch, admit
 from cp_returns.agreement import refuse
-from cp_returns.arrays import copy, native
+from cp_returns.arrays import copy, countable, native
 from cp_returns.baselines import group_advantage
 from cp_returns.collectives import AllGather, alone
 from cp_returns.context import CPContext, PerSample
 from cp_returns.errors import CPInputError
-from cp_returns.scan import countable, select, select_in_place
+from cp_returns.masks import select, select_in_place
 
 MASKED_VALUES = ("zero", "use")
 

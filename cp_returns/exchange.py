@@ -25,8 +25,8 @@ from jaxtyping import Float64
 from torch import Tensor
 
 from cp_returns.arrays import Array, library, like, native, tensor
+from cp_returns.blocks import SHORT
 from cp_returns.layout import Layout
-from cp_returns.scan import SHORT
 
 
 def cut(full: Tensor, layout: Layout, rank: int) -> Tensor:

@@ -1,11 +1,11 @@
-"""Counting in a packed 0/1 mask, a long one without a pass over single tokens: eight tokens are a 64-bit word, 16 words
-a line.
+"""What is done with packed 0/1 masks: tokens are selected by them, valid tokens counted and found.
 
 Works on the mask's device; only `on_host` and `places` read from a GPU. Arrays as in `arrays`.
 """
 
 import numpy as np
 import torch
+from jaxtyping import Bool, Int8
 from torch import Tensor
 
 from cp_returns.arrays import Array, library, like, native, tensor, zeros
@@ -17,12 +17,55 @@ _ONES = 0x0101010101010101  # a valid token in each byte
 _AHEAD = np.zeros((_LINE, _LINE), dtype=np.uint8)  # the bytes of a line ahead of each of its positions
 _AHEAD[np.tril_indices(_LINE, -1)] = 0xFF
 _AHEAD = _AHEAD.view(np.int64)
+_BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def as_bits(mask: Tensor) -> Int8[Tensor, " tokens"]:
+    """A 0/1 mask as int8, all bits set where it holds: for `select`, which is blind to NaN and costs least."""
+    return mask.bool().view(torch.int8).neg()
+
+
+def select(x: Tensor, bits: Int8[Tensor, " tokens"] | None) -> Tensor:
+    """x where the mask holds, +0 elsewhere, whatever x is there. A new tensor (x itself without a mask)."""
+    if bits is None:
+        return x
+    return tensor(native(x.view(_BITS[x.element_size()])) & native(bits)).view(x.dtype)
+
+
+def select_in_place(x: Tensor, bits: Int8[Tensor, " tokens"] | None) -> Tensor:
+    """`select`, written over x."""
+    if bits is not None:
+        blank(native(x.view(_BITS[x.element_size()])), native(bits))
+    return x
+
+
+def blank(x: Array, bits: Array) -> None:
+    """`select` of a native array, written over it."""
+    words = x.view(getattr(library(x), f"int{8 * x.itemsize}"))
+    words &= bits  # numpy widens the bits as it goes, torch would first make a copy
+
+
+def pick(x: Tensor, mask: Bool[Tensor, " tokens"]) -> Tensor:
+    """The tokens that the mask holds, whatever the others are."""
+    words = native(x.view(_BITS[x.element_size()]))
+    return tensor(words[native(mask)]).view(x.dtype)
+
+
+def put(x: Tensor, mask: Bool[Tensor, " tokens"]) -> Tensor:
+    """The inverse of `pick`: +0 where the mask does not hold."""
+    if x.is_cuda:
+        return x.new_zeros(len(mask)).masked_scatter_(mask, x)
+    words = x.view(_BITS[x.element_size()]).numpy()  # numpy has not every dtype
+    whole = np.zeros(len(mask), dtype=words.dtype)
+    whole[mask.numpy()] = words
+    return tensor(whole).view(x.dtype)
 
 
 class Prefix:
     """Counts of valid tokens before any position of a packed bool mask, and the places of valid tokens.
 
-    Keeps the mask and one number a line, or a token if these are few.
+    A long mask is not passed over by single tokens: eight are a 64-bit word, 16 words a line. Keeps the mask and one
+    number a line, or a token if these are few.
     """
 
     def __init__(self, mask: Tensor):

@@ -16,24 +16,18 @@ The accumulation is float64 and is rounded once, at the end.
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 import numpy as np
 import torch
-from jaxtyping import Bool, Float64, Int8, Shaped
+from jaxtyping import Float64, Int8, Shaped
 from torch import Tensor
 
-from cp_returns.arrays import Array, empty, library, like, native, quiet, repeat, tensor, zeros
+from cp_returns.arrays import Array, countable, empty, library, like, native, quiet, repeat, result_dtype, zeros
+from cp_returns.blocks import BLOCK, QUAD, Group, Impulses, OddTokens, PerSegment, impulses_of, odd_tokens, plan
 from cp_returns.layout import Lengths
-from cp_returns.masks import Prefix, places
+from cp_returns.masks import Prefix, blank, pick, places, put
 
-QUAD = 4
-BLOCK = QUAD**2
-TILE = 12288  # blocks: 1.5 MiB of float64 rows. Fewer cost more calls a token, more leave the cache
-SHORT = 200  # tokens of a segment or piece, below which an index of tokens costs less than slices
-_BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-PerSegment = float | Float64[Tensor, " segments"]
 Odd = tuple[np.ndarray, PerSegment]
 """Ascending places in the pack, on the host, and the decay at these tokens."""
 
@@ -73,102 +67,6 @@ def reverse_scan(
     rate, odd = (decay, None) if ticks is None else (1.0, (ticks, decay))
     y = scan(x, lengths, rate, odd=odd, dtype=result_dtype(x))
     return y if steps is None else put(y, steps)
-
-
-def countable(x: Tensor) -> Tensor:
-    """x in a dtype that numpy has and that can be summed."""
-    return x.float() if x.dtype in (torch.bfloat16, torch.bool) else x
-
-
-def result_dtype(*inputs: Tensor) -> torch.dtype:
-    """float64 if a per-token input is, else float32."""
-    return torch.float64 if any(x.dtype == torch.float64 for x in inputs) else torch.float32
-
-
-def as_bits(mask: Tensor) -> Int8[Tensor, " tokens"]:
-    """A 0/1 mask as int8, all bits set where it holds: for `select`, which is blind to NaN and costs least."""
-    return mask.bool().view(torch.int8).neg()
-
-
-def select(x: Tensor, bits: Int8[Tensor, " tokens"] | None) -> Tensor:
-    """x where the mask holds, +0 elsewhere, whatever x is there. A new tensor (x itself without a mask)."""
-    if bits is None:
-        return x
-    return tensor(native(x.view(_BITS[x.element_size()])) & native(bits)).view(x.dtype)
-
-
-def select_in_place(x: Tensor, bits: Int8[Tensor, " tokens"] | None) -> Tensor:
-    """`select`, written over x."""
-    if bits is not None:
-        blank(native(x.view(_BITS[x.element_size()])), native(bits))
-    return x
-
-
-def blank(x: Array, bits: Array) -> None:
-    """`select` of a native array, written over it."""
-    words = x.view(getattr(library(x), f"int{8 * x.itemsize}"))
-    words &= bits  # numpy widens the bits as it goes, torch would first make a copy
-
-
-def pick(x: Tensor, mask: Bool[Tensor, " tokens"]) -> Tensor:
-    """The tokens that the mask holds, whatever the others are."""
-    words = native(x.view(_BITS[x.element_size()]))
-    return tensor(words[native(mask)]).view(x.dtype)
-
-
-def put(x: Tensor, mask: Bool[Tensor, " tokens"]) -> Tensor:
-    """The inverse of `pick`: +0 where the mask does not hold."""
-    if x.is_cuda:
-        return x.new_zeros(len(mask)).masked_scatter_(mask, x)
-    words = x.view(_BITS[x.element_size()]).numpy()  # numpy has not every dtype
-    whole = np.zeros(len(mask), dtype=words.dtype)
-    whole[mask.numpy()] = words
-    return tensor(whole).view(x.dtype)
-
-
-@dataclass(frozen=True)
-class Group:
-    """Host plan for neighbouring segments that are worked on together: where their blocks lie."""
-
-    tokens: slice  # of the pack
-    segments: slice
-    lengths: np.ndarray
-    pads: np.ndarray  # zeros in front of a segment, so that its blocks are full
-    blocks: np.ndarray  # blocks of each segment
-    some: np.ndarray  # the segments that have blocks, counted in the group
-    first: np.ndarray  # their first block
-    last: np.ndarray  # their last block
-    num_blocks: int
-    blocks_before: int  # in the groups before
-    continues: bool  # part of one long segment, which goes on in the next group
-
-    @cached_property
-    def place(self) -> np.ndarray | None:
-        """Where each token lies among the blocks; None where it is cheaper to move whole segments."""
-        if self.tokens.stop - self.tokens.start >= SHORT * len(self.lengths):
-            return None
-        return np.arange(self.lengths.sum()) + np.repeat(np.cumsum(self.pads), self.lengths)
-
-    @cached_property
-    def behind(self) -> np.ndarray:
-        """[blocks] how many blocks of its segment lie behind each."""
-        return np.repeat(self.last, self.blocks[self.some]) - np.arange(self.num_blocks)
-
-    @property
-    def front(self) -> np.ndarray:
-        """Where each segment's first token lies among the blocks."""
-        return BLOCK * np.cumsum(self.blocks) - self.lengths
-
-    @cached_property
-    def slices(self) -> list[slice]:
-        """Each segment's tokens, counted in the group."""
-        ends = np.cumsum(self.lengths)
-        return list(map(slice, (ends - self.lengths).tolist(), ends.tolist()))
-
-    @cached_property
-    def slices_among_blocks(self) -> list[slice]:
-        """Each segment's tokens among the blocks, behind its pad."""
-        return list(map(slice, self.front.tolist(), (self.front + self.lengths).tolist()))
 
 
 @dataclass(frozen=True)
@@ -262,111 +160,15 @@ def scan(
     return out
 
 
-def plan(lengths: Lengths, *, one: bool = False) -> Iterator[Group]:
-    """Groups of neighbouring segments of at most TILE blocks, last group first (`one`: all in one, as a GPU wants it).
-
-    A longer segment is a group of its own, or several, cut from its end.
-    """
-    size = np.asarray(lengths, dtype=np.int64)
-    blocks = -(-size // BLOCK)
-    ends, block_ends = np.cumsum(size), np.cumsum(blocks)
-    stop = len(size)
-    while stop > 0:
-        before = block_ends[stop - 1] - TILE
-        start = 0 if one else min(stop - 1, int(np.searchsorted(block_ends - blocks, before)))
-        part = slice(start, stop)
-        begin_ = int(ends[start] - size[start])
-        if stop - start > 1 or one or blocks[start] <= TILE:
-            if blocks[part].any():
-                tokens = slice(begin_, int(ends[stop - 1]))
-                yield _group(tokens, part, size[part], int(block_ends[stop - 1]), continues=False)
-        else:
-            step = TILE * BLOCK
-            for end in range(int(ends[start]), begin_, -step):
-                tokens = slice(max(begin_, end - step), end)
-                last = int(block_ends[start]) - (int(ends[start]) - end) // BLOCK
-                yield _group(tokens, part, np.array([tokens.stop - tokens.start]), last, continues=end < ends[start])
-        stop = start
-
-
-def _group(tokens: slice, segments: slice, lengths: np.ndarray, last_block: int, *, continues: bool) -> Group:
-    blocks = -(-lengths // BLOCK)
-    some = np.flatnonzero(blocks)
-    ends = np.cumsum(blocks)
-    first, last = (ends - blocks)[some], (ends - 1)[some]
-    pads = blocks * BLOCK - lengths
-    n = int(ends[-1])
-    return Group(tokens, segments, lengths, pads, blocks, some, first, last, n, last_block - n, bool(continues))
-
-
-@dataclass(frozen=True)
-class Impulses:
-    """One number for a token of each segment, by where that lies among the blocks of a pack: ascending."""
-
-    place: Array  # counted in tokens
-    value: Array
-
-    def of(self, group: Group) -> "Impulses":
-        """Those in the group, places counted in it."""
-        if isinstance(self.place, Tensor):  # on a GPU, which has one group
-            return self
-        start = BLOCK * group.blocks_before
-        part = slice(*map(self.place.searchsorted, (start, start + BLOCK * group.num_blocks)))
-        return Impulses(self.place[part] - start, self.value[part])
-
-
-@dataclass(frozen=True)
-class OddTokens:
-    """Where tokens with a decay of their own lie among the quads of a pack: ascending host integers."""
-
-    quads: np.ndarray  # [odd quads]
-    pads: np.ndarray  # [odd quads] zeros in front of the segment's first token, where that is in the quad
-    quad: np.ndarray  # [odd tokens] which of the odd quads
-    row: np.ndarray  # [odd tokens] place in the quad
-    decay: Any  # [odd tokens] or a float
-
-    def of(self, group: Group) -> "OddTokens":
-        """Those in the group, quads counted in it."""
-        start = QUAD * group.blocks_before
-        low, high = map(self.quads.searchsorted, (start, start + QUAD * group.num_blocks))
-        part = slice(*map(self.quad.searchsorted, (low, high)))
-        decay = self.decay if isinstance(self.decay, float) else self.decay[part]
-        quads, pads = self.quads[low:high] - start, self.pads[low:high]
-        return OddTokens(quads, pads, self.quad[part] - low, self.row[part], decay)
-
-
-def _fronts(size: np.ndarray) -> np.ndarray:
-    """Where each segment's first token lies among the blocks of the pack."""
-    return BLOCK * np.cumsum(-(-size // BLOCK)) - size
-
-
-def _impulses(size: np.ndarray, offsets: Tensor, values: Tensor) -> Impulses:
-    """One value a segment, at an offset."""
-    some = np.flatnonzero(size)
-    offset, value = (native(x)[like(some, native(x))] for x in (offsets, values))
-    return Impulses(like(_fronts(size)[some], offset) + offset, value)
-
-
-def _odd_tokens(size: np.ndarray, places: np.ndarray, decay: PerSegment) -> OddTokens:
-    starts, fronts = np.cumsum(size) - size, _fronts(size)
-    segment = np.searchsorted(starts + size, places, side="right")
-    quad, row = np.divmod(fronts[segment] + places - starts[segment], QUAD)
-    new = np.diff(quad, prepend=-1) > 0
-    quads, front = quad[new], fronts[segment[new]]
-    pads = np.where(front // QUAD == quads, front % QUAD, 0)
-    own = native(decay)[like(segment, native(decay))] if isinstance(decay, Tensor) else decay
-    return OddTokens(quads, pads, np.cumsum(new) - 1, row, own)
-
-
 def _scan_tiles(x: Tensor, lengths, decay, scale, impulse, odd: Odd | None, heads: Tensor | None) -> Iterator[Tile]:
     """Each group's tile, last first; fills the heads of the segments if these are wanted."""
     x, size = countable(x), np.asarray(lengths, dtype=np.int64)
     starts = np.cumsum(size) - size
-    impulses = None if impulse is None else _impulses(size, *impulse)
-    odd_tokens = None if odd is None else _odd_tokens(size, *odd)
+    impulses = None if impulse is None else impulses_of(size, *impulse)
+    apart = None if odd is None else odd_tokens(size, *odd)
     head = None
     for group in plan(size, one=x.is_cuda):
-        tile = _scan_tile(native(x), group, decay, scale, impulses, odd_tokens, head)
+        tile = _scan_tile(native(x), group, decay, scale, impulses, apart, head)
         if group.tokens.start > starts[group.segments.start]:
             head = _first_of_tile(tile)
         if heads is not None:

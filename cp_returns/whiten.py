@@ -8,9 +8,9 @@ from jaxtyping import Float64, Shaped
 from torch import Tensor
 
 from cp_returns.agreement import Check, Facts, Problem, agree, raise_together
-from cp_returns.arrays import copy, library, native, quiet, stack, tensor
+from cp_returns.arrays import copy, library, native, quiet, result_dtype, stack, tensor
 from cp_returns.collectives import AllGather, alone, call
-from cp_returns.scan import as_bits, blank, result_dtype, select
+from cp_returns.masks import as_bits, blank, select
 
 EPS_MODES = ("add", "clamp")
 MESSAGE = 512  # bytes: header, sums, three moments

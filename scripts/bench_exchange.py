@@ -22,7 +22,7 @@ from count_messages import Echo
 from torch import Tensor
 
 from cp_returns import ContextParallelReturns, CPContext, ReturnsConfig, reference, reverse_scan, zigzag
-from cp_returns.scan import plan
+from cp_returns.blocks import plan
 from cp_returns.simulate import RankFailure, in_processes, in_threads
 
 GAMMA, LAM, KL_COEF = 0.999, 0.95, 0.01

@@ -17,7 +17,8 @@ PACKAGE = ROOT / "cp_returns"
 LEVELS = [
     {"errors", "arrays"},
     {"layout", "reference", "collectives", "kl", "masks", "presets", "diagnose", "report", "_scan_triton"},
-    {"scan", "agreement", "groups", "lists"},
+    {"blocks", "agreement", "groups", "lists"},
+    {"scan"},
     {"exchange", "baselines", "whiten"},
     {"clocks"},
     {"context"},

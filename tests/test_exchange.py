@@ -14,7 +14,7 @@ from helpers import assert_as_good_as_serial, assert_same_bits
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cp_returns import exchange, reference, scan
+from cp_returns import blocks, exchange, reference
 from cp_returns.agreement import ENVELOPE
 from cp_returns.clocks import CLOCKS
 from cp_returns.config import ReturnsConfig
@@ -132,7 +132,7 @@ def returns(b: Batch, cp: CPContext, clock: str) -> torch.Tensor:
 
 
 COMBINATIONS: list[int] = []
-TILES = st.sampled_from([scan.TILE, 1])  # blocks; of 1 a piece of 17 tokens goes on in a second tile
+TILES = st.sampled_from([blocks.TILE, 1])  # blocks; of 1 a piece of 17 tokens goes on in a second tile
 
 
 @settings(max_examples=40)
@@ -141,7 +141,7 @@ def test_carry_is_within_a_unit_of_gather(b, cp_sizes, first, tile):
     """40 batches x 4 layouts, each with a width of its own, x 2 clocks; gather, whose bits must be those of one rank,
     once a batch.
     """
-    with patch.object(scan, "TILE", tile):
+    with patch.object(blocks, "TILE", tile):
         carried_and_gathered(b, cp_sizes, first)
 
 
@@ -174,7 +174,7 @@ def test_those_were_thousands_of_combinations():
 @settings(max_examples=20)
 @given(b=batches(), cp_size=st.integers(2, 9), lam_value=st.sampled_from([None, 0.0, 0.7]), tile=TILES)
 def test_gae_by_carry_is_within_a_unit_of_gather(b, cp_size, lam_value, tile):
-    with patch.object(scan, "TILE", tile):
+    with patch.object(blocks, "TILE", tile):
         gae_carried_and_gathered(b, cp_size, lam_value)
 
 

@@ -1,4 +1,4 @@
-"""Counts and places in a packed mask, against looking at every token."""
+"""Packed masks: what they select, and counts and places in them against looking at every token."""
 
 from unittest.mock import patch
 
@@ -138,3 +138,14 @@ def test_the_code_path_of_a_gpu_counts_alike(few, monkeypatch):
     ranks = host.before(positions)
     assert device.before(torch.from_numpy(positions)).tolist() == ranks.tolist()
     assert device.place(torch.from_numpy(ranks)).tolist() == host.place(ranks).tolist()
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64, torch.int64, torch.bool]
+)
+@pytest.mark.parametrize("kept", [0, 1, 30])
+def test_put_is_the_inverse_of_pick(dtype, kept):
+    x, mask = (torch.arange(30) % 3 > 0).to(dtype), torch.arange(30) < kept
+    picked = masks.pick(x, mask)
+    assert torch.equal(picked, x[:kept])
+    assert torch.equal(masks.put(picked, mask), torch.where(mask, x, torch.zeros((), dtype=dtype)))

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from cp_returns import reference, scan
+from cp_returns import blocks, reference, scan
 from cp_returns.scan import reverse_scan
 
 DISCOUNTS = (0.0, 0.5, 0.99, 1.0)
@@ -188,17 +188,6 @@ def test_a_decay_of_any_number_type(decay):
         )
 
 
-@pytest.mark.parametrize(
-    "dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64, torch.int64, torch.bool]
-)
-@pytest.mark.parametrize("kept", [0, 1, 30])
-def test_put_is_the_inverse_of_pick(dtype, kept):
-    x, mask = (normal(30) > 0).to(dtype), torch.arange(30) < kept
-    picked = scan.pick(x, mask)
-    assert torch.equal(picked, x[:kept])
-    assert torch.equal(scan.put(picked, mask), torch.where(mask, x, torch.zeros((), dtype=dtype)))
-
-
 # ---- numbers
 
 
@@ -304,7 +293,7 @@ def test_bits_do_not_depend_on_batch_mates_nor_on_tiles(tile, steps, monkeypatch
     decays = torch.linspace(0.9, 1.0, len(lengths), dtype=torch.float64)
     x = normal(sum(lengths), 2)
     expected = [reverse_scan(x, lengths, decay) for decay in (0.99, decays)]
-    monkeypatch.setattr(scan, "TILE", tile)
+    monkeypatch.setattr(blocks, "TILE", tile)
     for decay, y in zip((0.99, decays), expected, strict=True):
         assert_same_bits(reverse_scan(x, lengths, decay), y)
         bits_alone_and_with_mates(lengths, decay, steps=steps)
@@ -331,8 +320,8 @@ def test_what_enters_runs_through_all_tiles_of_a_segment(decay, ticks, monkeypat
     whole = scan.scan(one_more(x, entering), longer, rate, odd=end_odd, dtype=torch.float64)
     expected = torch.cat([part[:-1] for part in whole.split(longer)])
     alone = scan.scan(x, lengths, rate, odd=odd, dtype=torch.float64)
-    for tile in (scan.TILE, 3):
-        monkeypatch.setattr(scan, "TILE", tile)
+    for tile in (blocks.TILE, 3):
+        monkeypatch.setattr(blocks, "TILE", tile)
         begun = scan.begin(x, lengths, rate, odd=odd)
         heads = [part[0].item() if len(part) else 0.0 for part in alone.split(lengths)]
         assert begun.heads.tolist() == pytest.approx(heads, rel=1e-12)
@@ -445,7 +434,7 @@ def test_no_autograd_graph_leaves():
 
 
 class Calls(TorchDispatchMode):
-    """Counts the calls of torch, and the lines of scan.py that run, each of which makes at most one call of numpy."""
+    """Counts the calls of torch, and the lines of scan.py and blocks.py that run: each is a call of numpy at most."""
 
     def __init__(self):
         super().__init__()
@@ -465,7 +454,7 @@ class Calls(TorchDispatchMode):
         return super().__exit__(*error)
 
     def trace(self, frame, event, argument):
-        if frame.f_code.co_filename != scan.__file__:
+        if frame.f_code.co_filename not in (scan.__file__, blocks.__file__):
             return None
         self.lines += event == "line"
         return self.trace

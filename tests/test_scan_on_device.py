@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from cp_returns import scan
+from cp_returns import blocks, masks, scan
 
 
 @pytest.mark.parametrize("seed", range(12))
@@ -15,7 +15,7 @@ def test_both_libraries_give_the_same_bits(seed, monkeypatch):
     decay = [0.9, 0.0, 1.0, torch.from_numpy(rng.random(len(lengths)))][seed % 4]
     places = np.flatnonzero(rng.random(len(x)) < rng.choice([0.01, 0.5]))
     odd = (places, [0.5, torch.from_numpy(rng.random(len(lengths)))][seed // 4 % 2]) if seed % 3 else None
-    keep = scan.as_bits(torch.from_numpy(rng.random(len(x)) < 0.6)) if seed % 2 else None
+    keep = masks.as_bits(torch.from_numpy(rng.random(len(x)) < 0.6)) if seed % 2 else None
     impulse = (torch.zeros(len(lengths), dtype=torch.int64), torch.from_numpy(rng.normal(size=len(lengths))))
     entering = torch.from_numpy(rng.normal(size=len(lengths)))
 
@@ -27,6 +27,7 @@ def test_both_libraries_give_the_same_bits(seed, monkeypatch):
         return heads, scan.finish(begun, entering, dtype=torch.float32), whole
 
     host = results()
-    monkeypatch.setattr(scan, "native", lambda tensor: tensor)
+    for module in (scan, blocks, masks):
+        monkeypatch.setattr(module, "native", lambda tensor: tensor)
     for on_host, on_device in zip(host, results(), strict=True):
         assert torch.equal(on_host, on_device)

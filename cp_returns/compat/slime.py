@@ -28,8 +28,9 @@ from cp_returns.errors import CPInputError
 from cp_returns.estimators import gae
 from cp_returns.groups import context_parallel, data_and_context_parallel, device_of, given, rank_and_size
 from cp_returns.layout import Layout, zigzag
+from cp_returns.masks import as_bits
 from cp_returns.module import ContextParallelReturns, ReturnsConfig
-from cp_returns.scan import as_bits, reverse_scan
+from cp_returns.scan import reverse_scan
 from cp_returns.whiten import MESSAGE, apply, merge, moments
 
 Window = tuple[int, int]
