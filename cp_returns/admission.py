@@ -322,7 +322,7 @@ def _mask(full_mask: Tensor, layout) -> tuple[Tensor, list[Check]]:
         return _locate("loss_mask", full_mask, mask & (full_mask != 1), layout.response_lengths, "0 or 1")
 
     if full_mask.dtype in _FLOATS or not len(full_mask):
-        whole = native(full_mask.float()) == native(mask)
+        whole = native(countable(full_mask)) == native(mask)
         return mask, [Check(torch.as_tensor(~whole.all()), find)]
     whole = native(full_mask)
     return mask, [Check((whole.min() < 0) | (whole.max() > 1), find)]

@@ -44,7 +44,7 @@ def quiet(function: Function) -> Function:
 
     Each gets an `errstate` of its own, which before numpy 2 cannot be entered twice.
     """
-    return np.errstate(over="ignore", invalid="ignore")(function)
+    return np.errstate(over="ignore", under="ignore", invalid="ignore")(function)
 
 
 def zeros(n: int, x: Array) -> Array:

@@ -319,7 +319,7 @@ def _chain(first: Array, through: Any, group: Group, entering: Array | None, beh
         gains, other = other, gains
         reach *= 2
     below = heads[1 : n + 1] + 0.0  # -0.0 becomes 0.0: its sign must not depend on how often mates make us double
-    below[last] = 0.0 if entering is None else entering
+    below[last] = 0.0 if entering is None else entering + 0.0
     return below
 
 

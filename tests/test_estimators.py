@@ -439,6 +439,24 @@ def test_what_is_not_finite_is_propagated_without_a_warning(huge, strategy):
     in_threads(fn, 2)
 
 
+@pytest.mark.parametrize("strategy", [gather, carry])
+@pytest.mark.parametrize("gamma", [0.5, 1e-200, 5e-324])
+def test_a_caller_for_whom_numpy_raises_gets_numbers(gamma, strategy):
+    """Returns too small for float32, or for float64, are 0: where numpy is told to raise, no rank may raise alone."""
+    layout = zigzag([301], [300], 2)
+    kl = torch.linspace(-1, 1, 300)
+
+    def fn(rank, all_gather):
+        cp, mask = CPContext(layout, rank, all_gather, strategy), torch.arange(300) < 200
+        how = {"cp": cp, "gamma": gamma, "kl_coef": 1e-30}
+        with np.errstate(all="raise"):
+            gae(cp.take(kl), None, cp.take(kl), mask, lam=0.9, lam_alpha=1e-3, **how)
+            return reinforce_plus_plus(cp.take(kl), torch.tensor([1e-300]).double(), mask, **how)
+
+    for rank, out in enumerate(in_threads(fn, 2)):
+        assert out.isfinite().all(), rank
+
+
 def test_settings_that_are_shown_alike_but_differ_are_told_apart():
     layout = zigzag([6], [5], 2)
 

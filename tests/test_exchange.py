@@ -166,6 +166,25 @@ def carried_and_gathered(b, cp_sizes, first):
             assert_same_bits(got[2], alone[0])
 
 
+def test_the_sign_of_a_zero_that_enters_does_not_depend_on_mates():
+    """0 * -1 enters the first piece as -0.0, where a mate in the pack makes the reward there 0.0 or leaves it -0.0."""
+
+    def advantages(samples):
+        layout = contiguous([4] * samples, [3] * samples, 2)
+
+        def of_rank(rank, all_gather):
+            own = torch.from_numpy(layout.index(rank))
+            kl, values = (torch.tensor([0.0, 0.0, x] * samples)[own] for x in (1.0, -1.0))
+            cp = CPContext(layout, rank, all_gather.cp, carry)
+            mask = torch.ones(3 * samples, dtype=torch.bool)
+            return gae(kl, None, values, mask, cp=cp, gamma=0.0, lam=1.0, kl_coef=2.0).advantages
+
+        return in_threads(of_rank, 2)[0]
+
+    alone = advantages(1)
+    assert torch.equal(advantages(2).signbit(), torch.cat([alone, alone]).signbit())
+
+
 def test_those_were_thousands_of_combinations():
     """Of a sample's shape, mask and gamma with a width, a layout and a clock."""
     assert not COMBINATIONS or sum(COMBINATIONS) > 2000  # empty: this test was run by itself

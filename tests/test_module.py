@@ -269,6 +269,11 @@ def test_a_clamp_hides_no_infinite_log_prob(kind, poison):
         ({}, {"kl": [[0.0, 0.0, 0.0]]}, "sample 0, kl is a list; expected a tensor [3]"),
         ({}, {"loss_masks": [torch.ones(4)]}, "sample 0, loss_masks has shape [4]; expected a tensor [3]"),
         ({}, {"loss_masks": [torch.tensor([1, 0.5, 1])]}, "sample 0, token 1, loss_mask is 0.5; expected 0 or 1"),
+        (
+            {},
+            {"loss_masks": [torch.tensor([1, 1 + 1e-12, 1], dtype=torch.float64)]},
+            "sample 0, token 1, loss_mask is 1.0000",
+        ),
         ({}, {"kl": [torch.tensor([1.0, 1.0, NAN])]}, "sample 0, token 2, kl is nan; expected a finite number"),
         ({}, {"rewards": [1.0, 2.0]}, "rewards has shape [2]; expected [1], one number a sample"),
         ({}, {"rewards": [torch.zeros(2)]}, "rewards holds a tensor of shape [2]; expected one number a sample"),
