@@ -51,11 +51,6 @@ class Group:
         """[blocks] how many blocks of its segment lie behind each."""
         return np.repeat(self.last, self.blocks[self.some]) - np.arange(self.num_blocks)
 
-    @property
-    def front(self) -> np.ndarray:
-        """Where each segment's first token lies among the blocks."""
-        return BLOCK * np.cumsum(self.blocks) - self.lengths
-
     @cached_property
     def slices(self) -> list[slice]:
         """Each segment's tokens, counted in the group."""
@@ -65,7 +60,13 @@ class Group:
     @cached_property
     def slices_among_blocks(self) -> list[slice]:
         """Each segment's tokens among the blocks, behind its pad."""
-        return list(map(slice, self.front.tolist(), (self.front + self.lengths).tolist()))
+        fronts = _fronts(self.lengths)
+        return list(map(slice, fronts.tolist(), (fronts + self.lengths).tolist()))
+
+
+def _fronts(lengths: np.ndarray) -> np.ndarray:
+    """Where each segment's first token lies among the blocks."""
+    return BLOCK * np.cumsum(-(-lengths // BLOCK)) - lengths
 
 
 def plan(lengths: Lengths, *, one: bool = False) -> Iterator[Group]:
@@ -141,11 +142,6 @@ class OddTokens:
         return OddTokens(quads, pads, self.quad[part] - low, self.row[part], decay)
 
 
-def _fronts(size: np.ndarray) -> np.ndarray:
-    """Where each segment's first token lies among the blocks of the pack."""
-    return BLOCK * np.cumsum(-(-size // BLOCK)) - size
-
-
 def impulses_of(size: np.ndarray, offsets: Tensor, values: Tensor) -> Impulses:
     """One value a segment, at an offset."""
     some = np.flatnonzero(size)
@@ -154,6 +150,7 @@ def impulses_of(size: np.ndarray, offsets: Tensor, values: Tensor) -> Impulses:
 
 
 def odd_tokens(size: np.ndarray, places: np.ndarray, decay: PerSegment) -> OddTokens:
+    """The tokens at ascending places of the pack, each with the decay of its segment."""
     starts, fronts = np.cumsum(size) - size, _fronts(size)
     segment = np.searchsorted(starts + size, places, side="right")
     quad, row = np.divmod(fronts[segment] + places - starts[segment], QUAD)
