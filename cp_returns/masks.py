@@ -113,9 +113,12 @@ class Prefix:
         return line * _LINE + at * 8 + byte
 
     def _at(self, line: Array) -> Array:
-        """[n, 16] the words of lines."""
-        words = self._words[line.clip(0, len(self._words) - 1)]
-        return library(line).where((line < len(self._words))[:, None], words, self._rest)
+        """[n, 16] the words of lines, a new array."""
+        words, past = self._words[line.clip(0, len(self._words) - 1)], line >= len(self._words)
+        if isinstance(words, Tensor):
+            return torch.where(past[:, None], self._rest, words)
+        words[past] = self._rest
+        return words
 
 
 def _popcount(words: Array) -> Array:
