@@ -54,8 +54,7 @@ class Batch:
         """Valid tokens of each whole response."""
         if not self.all_steps:
             return self.last_valid + 1
-        bounds = np.append(self.layout.starts, len(self.mask))
-        return tensor(Prefix(self.mask).before(like(bounds, native(self.mask)))).diff()
+        return tensor(Prefix(self.mask).upto(self.layout.response_lengths)).diff()
 
     @property
     def dtype(self) -> torch.dtype:

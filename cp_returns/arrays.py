@@ -59,6 +59,16 @@ def repeat(x: Array, counts: np.ndarray) -> Array:
     return x.repeat_interleave(torch.from_numpy(counts).to(x.device), output_size=int(counts.sum()))
 
 
+def at_index(x: Any, index: Any) -> Any:
+    """x[index]; a float is the same everywhere."""
+    return x if isinstance(x, float) else x[index]
+
+
+def times(x: Array, rate: Any, out: Array) -> Array:
+    """rate * x in out, or x itself where that is the same."""
+    return x if isinstance(rate, float) and rate == 1.0 else library(x).multiply(x, rate, out=out)
+
+
 def countable(x: Tensor) -> Tensor:
     """x in a dtype that numpy has and that can be summed."""
     return x.float() if x.dtype in (torch.bfloat16, torch.bool) else x

@@ -13,7 +13,7 @@ import numpy as np
 from jaxtyping import Float64
 from torch import Tensor
 
-from cp_returns.arrays import Array, like, native
+from cp_returns.arrays import Array, at_index, like, native
 from cp_returns.layout import Lengths
 
 QUAD = 4
@@ -137,9 +137,8 @@ class OddTokens:
         start = QUAD * group.blocks_before
         low, high = map(self.quads.searchsorted, (start, start + QUAD * group.num_blocks))
         part = slice(*map(self.quad.searchsorted, (low, high)))
-        decay = self.decay if isinstance(self.decay, float) else self.decay[part]
         quads, pads = self.quads[low:high] - start, self.pads[low:high]
-        return OddTokens(quads, pads, self.quad[part] - low, self.row[part], decay)
+        return OddTokens(quads, pads, self.quad[part] - low, self.row[part], at_index(self.decay, part))
 
 
 def impulses_of(size: np.ndarray, offsets: Tensor, values: Tensor) -> Impulses:

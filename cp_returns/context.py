@@ -11,7 +11,20 @@ from torch import Tensor
 
 from cp_returns import exchange
 from cp_returns.agreement import Facts, agree
-from cp_returns.arrays import Array, copy, countable, library, like, native, quiet, repeat, tensor, zeros
+from cp_returns.arrays import (
+    Array,
+    at_index,
+    copy,
+    countable,
+    library,
+    like,
+    native,
+    quiet,
+    repeat,
+    tensor,
+    times,
+    zeros,
+)
 from cp_returns.blocks import PerSegment
 from cp_returns.clocks import Clock
 from cp_returns.collectives import AllGather, alone, call
@@ -217,11 +230,11 @@ class CPContext:
         x = native(values)
         x[like(self.first_tokens[1], x)] = 0.0
         each = lambda rate: repeat(native(rate), self.segments) if isinstance(rate, Tensor) else rate
-        x *= each(decay)
+        times(x, each(decay), out=x)
         if odd is not None:
             at, rate = like(odd[0] + 1, x), each(odd[1])
             at = at[at < len(x)]
-            x[at] *= rate if isinstance(rate, float) else rate[at]
+            x[at] *= at_index(rate, at)
 
     def agree(self, facts: Facts) -> None:
         """All ranks raise together when one has a problem or they differ; nothing is exchanged besides."""

@@ -251,9 +251,9 @@ def _lengths(total_lengths: Lengths, response_lengths: Lengths) -> tuple[Integer
         raise CPInputError(
             f"{len(response)} response_lengths for {len(total)} total_lengths; expected one of each a sample"
         )
-    room = np.minimum(response, total - response - (response > 0))
-    if room.min(initial=0) < 0:
-        i = int((room < 0).argmax())
+    bad = (response < 0) | (total - response < (response > 0))
+    if bad.any():
+        i = int(bad.argmax())
         raise CPInputError(
             f"sample {i}: response_length {response[i]} of total_length {total[i]}; expected 0 <= response < total: "
             "the prompt needs at least one token, whose logit predicts the first response token"

@@ -20,6 +20,11 @@ _AHEAD = _AHEAD.view(np.int64)
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
+def _words(x: Tensor) -> Array:
+    """The bits of x as integers: numpy has not every dtype."""
+    return native(x.view(_BITS[x.element_size()]))
+
+
 def as_bits(mask: Tensor) -> Int8[Tensor, " tokens"]:
     """A 0/1 mask as int8, all bits set where it holds: for `select`, which is blind to NaN and costs least."""
     return mask.bool().view(torch.int8).neg()
@@ -29,13 +34,13 @@ def select(x: Tensor, bits: Int8[Tensor, " tokens"] | None) -> Tensor:
     """x where the mask holds, +0 elsewhere, whatever x is there. A new tensor (x itself without a mask)."""
     if bits is None:
         return x
-    return tensor(native(x.view(_BITS[x.element_size()])) & native(bits)).view(x.dtype)
+    return tensor(_words(x) & native(bits)).view(x.dtype)
 
 
 def select_in_place(x: Tensor, bits: Int8[Tensor, " tokens"] | None) -> Tensor:
     """`select`, written over x."""
     if bits is not None:
-        blank(native(x.view(_BITS[x.element_size()])), native(bits))
+        blank(_words(x), native(bits))
     return x
 
 
@@ -47,15 +52,14 @@ def blank(x: Array, bits: Array) -> None:
 
 def pick(x: Tensor, mask: Bool[Tensor, " tokens"]) -> Tensor:
     """The tokens that the mask holds, whatever the others are."""
-    words = native(x.view(_BITS[x.element_size()]))
-    return tensor(words[native(mask)]).view(x.dtype)
+    return tensor(_words(x)[native(mask)]).view(x.dtype)
 
 
 def put(x: Tensor, mask: Bool[Tensor, " tokens"]) -> Tensor:
     """The inverse of `pick`: +0 where the mask does not hold."""
     if x.is_cuda:
         return x.new_zeros(len(mask)).masked_scatter_(mask, x)
-    words = x.view(_BITS[x.element_size()]).numpy()  # numpy has not every dtype
+    words = _words(x)
     whole = np.zeros(len(mask), dtype=words.dtype)
     whole[mask.numpy()] = words
     return tensor(whole).view(x.dtype)
@@ -96,6 +100,10 @@ class Prefix:
     def on_host(self, position: np.ndarray) -> np.ndarray:
         """`before`, host numbers in and out."""
         return tensor(self.before(like(position, native(self.mask)))).cpu().numpy()
+
+    def upto(self, lengths: np.ndarray) -> Array:
+        """[N + 1] counts before the first of N responses and up to the end of each."""
+        return self.before(like(np.append(0, np.cumsum(lengths)), native(self.mask)))
 
     def place(self, rank: Array) -> Array:
         """Where the rank-th valid token lies, counted from 1; any position for rank 0."""
@@ -138,11 +146,9 @@ def last_valid(mask: Tensor, lengths: np.ndarray) -> Array:
 
 def _by_counts(mask: Tensor, lengths: np.ndarray) -> Array:
     """`last_valid` without a read of the device."""
-    ends = np.cumsum(lengths)
-    starts, stops = (like(x, native(mask)) for x in (ends - lengths, ends))
-    counts = Prefix(mask)
-    upto = counts.before(stops)
-    return library(upto).where(upto > counts.before(starts), counts.place(upto) - starts, -1)
+    counts, starts = Prefix(mask), like(np.cumsum(lengths) - lengths, native(mask))
+    upto = counts.upto(lengths)
+    return library(upto).where(upto[1:] > upto[:-1], counts.place(upto[1:]) - starts, -1)
 
 
 def _by_looking(valid: np.ndarray, lengths: np.ndarray) -> np.ndarray:

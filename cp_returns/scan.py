@@ -23,7 +23,20 @@ import torch
 from jaxtyping import Float64, Int8, Shaped
 from torch import Tensor
 
-from cp_returns.arrays import Array, countable, empty, library, like, native, quiet, repeat, result_dtype, zeros
+from cp_returns.arrays import (
+    Array,
+    at_index,
+    countable,
+    empty,
+    library,
+    like,
+    native,
+    quiet,
+    repeat,
+    result_dtype,
+    times,
+    zeros,
+)
 from cp_returns.blocks import BLOCK, QUAD, Group, Impulses, OddTokens, PerSegment, impulses_of, odd_tokens, plan
 from cp_returns.layout import Lengths
 from cp_returns.masks import Prefix, blank, pick, places, put
@@ -192,9 +205,9 @@ def _scan_tile(
     apart = None if odd is None else _odd_quads(odd.of(group), decay, rows)
     room, rate = library(rows).empty_like(rows[0]), decay
     for c in range(QUAD - 2, -1, -1):
-        rows[c] += _times(rows[c + 1], decay, room)
+        rows[c] += times(rows[c + 1], decay, room)
         rate = rate * decay
-    rates = [rate if isinstance(rate, float) else rate[::QUAD]] * QUAD
+    rates = [at_index(rate, slice(None, None, QUAD))] * QUAD
     if apart is not None:
         rows[0][apart.quads] = apart.y[0]
         by_place = library(rows).empty_like(rows[:, : group.num_blocks])
@@ -211,7 +224,7 @@ def _sum_up(quads: Array, through_quads: Any) -> tuple[Array, Any]:
     y = _by_place(quads)
     first, through = y[QUAD - 1] + 0.0, through_quads[QUAD - 1]
     for q in range(QUAD - 2, -1, -1):
-        first = _times(first, through_quads[q], first)
+        first = times(first, through_quads[q], first)
         first += y[q]
         through = through * through_quads[q]
     return first, through
@@ -223,7 +236,7 @@ def _hand_down(quads: Array, through_quads: Any, below: Array) -> Array:
     to = _by_place(whole)
     to[QUAD - 1] = below
     for q in range(QUAD - 1, 0, -1):
-        below = _times(below, through_quads[q], below)
+        below = times(below, through_quads[q], below)
         below += y[q]
         to[q - 1] = below
     return whole
@@ -232,11 +245,6 @@ def _hand_down(quads: Array, through_quads: Any, below: Array) -> Array:
 def _by_place(quads: Array) -> Array:
     """[quads] -> a view [4, blocks], by the place of a quad in its block."""
     return quads.reshape(-1, QUAD).T
-
-
-def _times(x: Array, rate: Any, out: Array) -> Array:
-    """rate * x in out, or x itself where that is the same."""
-    return x if isinstance(rate, float) and rate == 1.0 else library(x).multiply(x, rate, out=out)
 
 
 def _finish_tile(tile: Tile, out: Array) -> Array:
@@ -251,7 +259,7 @@ def _finish_tile(tile: Tile, out: Array) -> Array:
     below = _hand_down(rows[0], tile.through_quads, tile.below)
     entering = None if odd is None else below[odd.quads]  # a copy, before it is used up
     for c in range(QUAD - 1, -1, -1):
-        below = _times(below, tile.decay, below)
+        below = times(below, tile.decay, below)
         rows[c] += below
         to[:, c] = rows[c]  # written while it is in cache
     if odd is not None:
@@ -268,7 +276,7 @@ def _odd_quads(odd: OddTokens, decay: Any, rows: Array) -> OddQuads | None:
     quads = like(odd.quads, rows)
     y = rows[:, quads]
     rates = library(rows).empty_like(y)
-    rates[...] = decay if isinstance(decay, float) else decay[quads]
+    rates[...] = at_index(decay, quads)
     if odd.pads.any():
         rates[like(np.arange(QUAD)[:, None] < odd.pads, rows)] = 1.0  # so that the first y is that of the first token
     rates[like(odd.row, rows), like(odd.quad, rows)] = odd.decay
@@ -340,7 +348,7 @@ def _let_in(tile: Tile, entering: Array) -> None:
 
 def _first_of_tile(tile: Tile) -> Array:
     """[1] its first y, for the group before, in which its segment goes on: nothing is padded here."""
-    return tile.first[:1] + _at(tile.through, slice(1)) * tile.below[:1]
+    return tile.first[:1] + at_index(tile.through, slice(1)) * tile.below[:1]
 
 
 def _first_values(tile: Tile) -> Array:
@@ -350,9 +358,9 @@ def _first_values(tile: Tile) -> Array:
     row, place = like(pads % QUAD, quads), like(pads // QUAD, quads)
     below = tile.below[block]
     for q in range(QUAD - 1, 0, -1):  # what lies below the quad of the first token
-        below = lib.where(place < q, quads[QUAD * block + q] + _at(tile.through_quads[q], block) * below, below)
+        below = lib.where(place < q, quads[QUAD * block + q] + at_index(tile.through_quads[q], block) * below, below)
     quad, y = QUAD * block + place, below
-    rate = _at(tile.decay, quad)
+    rate = at_index(tile.decay, quad)
     for c in range(QUAD - 1, -1, -1):  # runs through the tokens up to it
         y = lib.where(row <= c, rate * y, y)
     y += tile.rows[row, quad]
@@ -361,11 +369,6 @@ def _first_values(tile: Tile) -> Array:
     odd = lib.zeros_like(quads) > 0
     odd[tile.odd.quads] = True
     return lib.where(odd[quad], quads[quad] + tile.through_quads[place, block] * below, y)
-
-
-def _at(x: Any, index: Any) -> Any:
-    """x[index]; a float is the same everywhere."""
-    return x if isinstance(x, float) else x[index]
 
 
 def _stage(x: Array, group: Group) -> Array:

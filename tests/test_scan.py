@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from cp_returns import blocks, reference, scan
+from cp_returns import blocks, masks, reference, scan
 from cp_returns.scan import reverse_scan
 
 DISCOUNTS = (0.0, 0.5, 0.99, 1.0)
@@ -434,7 +434,7 @@ def test_no_autograd_graph_leaves():
 
 
 class Calls(TorchDispatchMode):
-    """Counts the calls of torch, and the lines of scan.py and blocks.py that run: each is a call of numpy at most."""
+    """Counts the calls of torch, and the lines of the scan that run, each of which makes at most one call of numpy."""
 
     def __init__(self):
         super().__init__()
@@ -454,7 +454,7 @@ class Calls(TorchDispatchMode):
         return super().__exit__(*error)
 
     def trace(self, frame, event, argument):
-        if frame.f_code.co_filename not in (scan.__file__, blocks.__file__):
+        if frame.f_code.co_filename not in (scan.__file__, blocks.__file__, masks.__file__):
             return None
         self.lines += event == "line"
         return self.trace
