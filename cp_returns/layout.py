@@ -131,9 +131,10 @@ class Layout:
 
     def whole(self) -> "Layout":
         """The same responses in one piece each, on one rank."""
-        total, one_rank = self.total_lengths, np.zeros(1, dtype=np.int64)
-        begin, grid_begin = np.zeros_like(total), np.cumsum(total) - total
-        return _cut(total, self.response_lengths, one_rank, 1, total, begin, grid_begin, int(total.sum()))
+        total, response = self.total_lengths, self.response_lengths
+        begin, grid_end = np.zeros_like(total), total.cumsum()
+        cuts, one_rank = np.array([begin, response]).T, np.zeros(1, dtype=np.int64)
+        return Layout(total, response, one_rank, cuts, 1, total, begin, grid_end - total, int(total.sum()))
 
     def of_steps(self, cuts: Integers) -> "Layout":
         """The layout of some of the tokens alone, of which `cuts` [N, K + 1] lie before each cut of their response."""
