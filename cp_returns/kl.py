@@ -27,8 +27,6 @@ def approx_kl(
     if not log_probs.shape == ref_log_probs.shape == mask.shape:
         shapes = [list(x.shape) for x in (log_probs, ref_log_probs, mask)]
         raise CPInputError(f"log_probs, ref_log_probs and mask have shapes {shapes}; expected three equal ones")
-    if clamp is not None and not clamp > 0:
-        raise CPInputError(f"clamp is {clamp}; expected a positive number or None")
     # A bool mask needs no look at its values, which on a GPU would wait for them.
     if mask.dtype != torch.bool and not ((mask == 0) | (mask == 1)).all():
         raise CPInputError("mask holds a value other than 0 and 1")
@@ -44,7 +42,12 @@ def difference(log_probs: Tensor, ref_log_probs: Tensor) -> Tensor:
 
 
 def of_difference(d: Tensor, *, kind: str, clamp: float | None = None) -> Tensor:
-    """k1, k2 or k3 of d = log_probs - ref_log_probs; differentiable. Raises CPInputError for another kind."""
+    """k1, k2 or k3 of d = log_probs - ref_log_probs; differentiable.
+
+    Raises CPInputError for another kind or a clamp that is not positive.
+    """
+    if clamp is not None and not clamp > 0:
+        raise CPInputError(f"clamp is {clamp}; expected a positive number or None")
     if kind == "k1":
         k = d
     elif kind == "k2":
