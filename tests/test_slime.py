@@ -4,16 +4,18 @@ import inspect
 import itertools
 import random
 import re
+import threading
 from types import SimpleNamespace
 
 import frameworks
+import numpy as np
 import pytest
 import torch
 
-from cp_returns import collectives
+from cp_returns import collectives, groups
 from cp_returns.compat import slime
 from cp_returns.errors import CPInputError
-from cp_returns.simulate import RankFailure, in_processes
+from cp_returns.simulate import RankFailure, in_processes, in_threads
 
 SIGNATURES = {
     "get_reinforce_plus_plus_returns": "rewards kl loss_masks response_lengths total_lengths kl_coef gamma",
@@ -212,8 +214,17 @@ def test_scalars_spread_in_the_dtype_of_kl():
     assert [x.dtype for x in grpo] == [x.dtype for x in baseline] == [k.dtype for k in kl]
     newer = slime.get_reinforce_plus_plus_baseline_advantages(rewards, kl, 0.5)
     assert [x.tolist() for x in newer] == [x.tolist() for x in baseline]
+    for coef in (np.float32(0.5), torch.tensor(0.5)):
+        same = slime.get_reinforce_plus_plus_baseline_advantages(rewards, kl, kl_coef=coef)
+        assert [x.tolist() for x in same] == [x.tolist() for x in baseline]
+    for absent in (None, [torch.ones(2)] * 3):
+        with pytest.raises(TypeError, match="kl_coef"):
+            slime.get_reinforce_plus_plus_baseline_advantages(rewards, kl, absent)
     with pytest.raises(TypeError, match="kl_coef"):
         slime.get_reinforce_plus_plus_baseline_advantages(rewards, kl)
+    for given, text in (([1.0, 2.0], r"rewards has shape \[2\]; expected \[3\]"), (None, "rewards is absent")):
+        with pytest.raises(CPInputError, match=text):
+            slime.get_grpo_returns(given, kl)
 
 
 def test_empty_lists_give_empty_lists():
@@ -299,6 +310,11 @@ def test_whiten_by_hand():
         slime.distributed_masked_whiten(x, torch.tensor([1, 0.5, 1, 1]))
     with pytest.raises(CPInputError, match="shape of mask"):
         slime.distributed_masked_whiten(x, torch.ones(3))
+    with pytest.raises(CPInputError, match=r"shape of mask is \[3, 2\]; expected \[2, 3\]"):
+        slime.distributed_masked_whiten(torch.ones(2, 3), torch.ones(3, 2))
+    for epsilon in (-2.0, torch.nan, None):
+        with pytest.raises(CPInputError, match=f"epsilon is {epsilon}; expected a number that is at least 0"):
+            slime.distributed_masked_whiten(x, mask, epsilon=epsilon)
 
 
 def test_one_rank_gathers_and_slices_copies():
@@ -519,6 +535,95 @@ def test_a_rank_that_dies_ends_the_run():
         in_processes(rank_of, 2, megatron=True, timeout=60)
 
 
+# ranks as threads: one that leaves while the others wait is seen at once
+
+
+def each_rank(monkeypatch, function, size, cp_size):
+    """What function(rank) gives on each rank, or the text of its CPInputError."""
+    here = threading.local()
+    for module in (slime, groups):
+        monkeypatch.setattr(module, "context_parallel", lambda *given: here.group.cp)
+        monkeypatch.setattr(module, "data_and_context_parallel", lambda *given: here.group.everyone)
+
+    def rank_of(rank, all_gather):
+        here.group = all_gather
+        try:
+            return function(rank)
+        except CPInputError as error:
+            return str(error)
+
+    return in_threads(rank_of, size, cp_size=cp_size, timeout=20)
+
+
+TWO = [(12, 10), (9, 6)]  # total, response
+
+
+def two_samples(rank):
+    kl = [torch.zeros(len(owned(t, r, 2, rank))) for t, r in TWO]
+    lengths = {"response_lengths": [10, 6], "total_lengths": [12, 9]}
+    return {
+        slime.get_reinforce_plus_plus_returns: lengths
+        | {
+            "rewards": [1.0, 2.0],
+            "kl": kl,
+            "loss_masks": [torch.ones(10), torch.ones(6)],
+            "kl_coef": 0.1,
+            "gamma": 0.9,
+        },
+        slime.get_advantages_and_returns_batch: lengths
+        | {"values_list": kl, "rewards_list": kl, "gamma": 0.9, "lambd": 0.9},
+        slime.distributed_masked_whiten: {"values": kl[0], "mask": torch.ones(len(kl[0]))},
+        slime.all_gather_with_cp: {"tensor": kl[0], "total_length": 12, "response_length": 10},
+    }
+
+
+@pytest.mark.parametrize(
+    ("function", "changed", "text"),
+    [
+        (slime.get_reinforce_plus_plus_returns, {"kl": []}, "number of kl is 0; expected 2"),
+        (slime.get_reinforce_plus_plus_returns, {"kl": [[0.0] * 6, [0.0] * 2]}, "sample 0, kl is a list"),
+        (slime.get_reinforce_plus_plus_returns, {"kl": None}, "TypeError"),
+        (slime.get_reinforce_plus_plus_returns, {"loss_masks": [[1] * 10, [1] * 6]}, "sample 0, loss_masks is a list"),
+        (slime.get_reinforce_plus_plus_returns, {"rewards": [1.0, None]}, "sample 1, rewards is None"),
+        (slime.get_reinforce_plus_plus_returns, {"rewards": None}, "rewards is absent"),
+        (slime.get_reinforce_plus_plus_returns, {"gamma": [0.9, 0.9]}, "gamma is "),
+        (slime.get_advantages_and_returns_batch, {"values_list": []}, "number of values_list is 0; expected 2"),
+        (slime.get_advantages_and_returns_batch, {"rewards_list": [[0.0] * 6] * 2}, "sample 0, rewards_list is a list"),
+        (slime.distributed_masked_whiten, {"values": [0.0] * 6}, "values is a list"),
+        (slime.distributed_masked_whiten, {"mask": [1] * 6}, "mask is a list"),
+        (slime.distributed_masked_whiten, {"epsilon": "0"}, "epsilon is '0'"),
+        (slime.all_gather_with_cp, {"tensor": torch.zeros(7)}, "tensor has 7 tokens; expected the 6 that this rank"),
+        (slime.all_gather_with_cp, {"tensor": torch.zeros(6).double()}, "dtype of tensor is torch.float64"),
+        (slime.all_gather_with_cp, {"tensor": torch.zeros(6, 2)}, r"shape of a token is \[2\]"),
+        (slime.all_gather_with_cp, {"tensor": [0.0] * 6}, "'list'"),
+        (slime.all_gather_with_cp, {"total_length": 5}, "response_length 10 of total_length 5"),
+    ],
+)
+def test_nobody_waits_for_a_rank_with_bad_input(monkeypatch, function, changed, text):
+    first, second = each_rank(
+        monkeypatch, lambda rank: function(**two_samples(rank)[function] | (changed if rank else {})), 2, 2
+    )
+    assert first == second
+    assert re.search(f"rank 1 of 2: .*{text}", first)
+
+
+def test_empty_lists_on_all_ranks_give_empty_lists(monkeypatch):
+    returns = lambda rank: slime.get_reinforce_plus_plus_returns([], [], [], [], [], 0.1, 0.9)
+    assert each_rank(monkeypatch, returns, 2, 2) == [[], []]
+    both = lambda rank: slime.get_advantages_and_returns_batch([], [], [], [], 0.9, 0.9)
+    assert each_rank(monkeypatch, both, 2, 2) == [([], []), ([], [])]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.bool, torch.float64])
+@pytest.mark.parametrize("response", [0, 1, 100, 20_000])
+def test_short_and_long_responses_are_gathered_in_their_dtype(monkeypatch, dtype, response):
+    whole = torch.randn(response, 3, generator=torch.Generator().manual_seed(0)).to(dtype)
+    gather = lambda rank: slime.all_gather_with_cp(
+        whole[owned(response + 5, response, 3, rank)], response + 5, response
+    ).detach()
+    assert all(torch.equal(x, whole) for x in each_rank(monkeypatch, gather, 3, 3))
+
+
 # --custom-advantage-function-path
 
 ARGS = {
@@ -630,6 +735,89 @@ def test_the_hook_names_what_it_does_not_know():
     del data["values"]
     with pytest.raises(CPInputError, match="values is absent"):
         slime.advantages(SimpleNamespace(**ARGS | {"advantage_estimator": "ppo"}), data)
+    del data["ref_log_probs"]
+    with pytest.raises(CPInputError, match="ref_log_probs is absent"):
+        slime.advantages(SimpleNamespace(**ARGS | {"advantage_estimator": "reinforce_plus_plus"}), data)
+    for rewards in ({}, {"rewards": None}):
+        data = {"loss_masks": [], "response_lengths": [], "total_lengths": []} | rewards
+        with pytest.raises(CPInputError, match="rollout_data has no rewards"):
+            slime.advantages(SimpleNamespace(**ARGS | {"advantage_estimator": "reinforce_plus_plus"}), data)
+
+
+def hook_of(rank, args, data):
+    kl = [torch.zeros(len(owned(t, r, 2, rank))) for t, r in TWO]
+    rollout_data = {
+        "log_probs": kl,
+        "ref_log_probs": kl,
+        "values": kl,
+        "loss_masks": [torch.ones(10), torch.ones(6)],
+        "rewards": [1.0, 2.0],
+        "response_lengths": [10, 6],
+        "total_lengths": [12, 9],
+    } | data
+    slime.advantages(SimpleNamespace(**ARGS | args), rollout_data)
+    return rollout_data["advantages"]
+
+
+@pytest.mark.parametrize("whitens", [False, True], ids=["CP", "DP x CP"])
+@pytest.mark.parametrize(
+    ("estimator", "args", "data", "text"),
+    [
+        ("reinforce_plus_plus", {"advantage_estimator": "gdpo"}, {}, "advantage_estimator is 'gdpo'"),
+        ("reinforce_plus_plus", {}, {"rewards": None}, "rollout_data has no rewards"),
+        ("reinforce_plus_plus", {}, {"rewards": [1.0, None]}, "sample 1, rewards is None"),
+        ("grpo", {}, {"rewards": None}, "rollout_data has no rewards"),
+        ("grpo", {}, {"rewards": 1.0}, "TypeError"),
+        ("ppo", {"qkv_format": "bshd"}, {}, "qkv_format is 'bshd' and rollout_data has no max_seq_lens"),
+        ("ppo", {"qkv_format": "bshd"}, {"max_seq_lens": [16]}, "1 padded_lengths for 2 samples"),
+    ],
+)
+def test_nobody_waits_for_a_hook_with_bad_input(monkeypatch, whitens, estimator, args, data, text):
+    size = 4 if whitens else 2  # the last rank of them is the bad one
+    usual = {"advantage_estimator": estimator, "normalize_advantages": whitens}
+
+    def rank_of(rank):
+        bad = rank == size - 1
+        return hook_of(rank % 2, usual | (args if bad else {}), data if bad else {})
+
+    texts = each_rank(monkeypatch, rank_of, size, 2)
+    assert texts == texts[:1] * size
+    assert re.search(f"CP rank 1 of 2: .*{text}", texts[0])
+
+
+@pytest.mark.parametrize("whitens", [False, True])
+def test_nobody_waits_for_a_hook_whose_args_lack_lambd(monkeypatch, whitens):
+    def rank_of(rank):
+        args = SimpleNamespace(**ARGS | {"advantage_estimator": "ppo", "normalize_advantages": whitens})
+        if rank == 0:
+            del args.lambd
+        keys = ("rewards", "loss_masks", "response_lengths", "total_lengths", "values", "log_probs", "ref_log_probs")
+        slime.advantages(args, {key: [] for key in keys})
+
+    first, second = each_rank(monkeypatch, rank_of, 2, 2)
+    assert first == second
+    assert "has no attribute 'lambd'" in first
+
+
+def test_the_hook_cuts_a_padded_batch_by_its_width(monkeypatch):
+    """T = 8, R = 5, width 11, W = 2: pieces of 3, logits 2..6, so rank 0 has token 0 and rank 1 the others."""
+
+    def rank_of(rank):
+        _, _, _, tokens = slime.get_logits_and_tokens_offset_with_cp(8, 5, "bshd", 11)
+        data = {
+            "rewards": [1.0],
+            "loss_masks": [torch.ones(5)],
+            "response_lengths": [5],
+            "total_lengths": [8],
+            "max_seq_lens": [11],
+            "log_probs": [torch.zeros(sum(b - a for a, b in tokens))],
+        }
+        data["ref_log_probs"] = data["log_probs"]
+        args = ARGS | {"advantage_estimator": "reinforce_plus_plus", "gamma": 0.5, "qkv_format": "bshd"}
+        slime.advantages(SimpleNamespace(**args), data)
+        return data["advantages"][0].tolist()
+
+    assert each_rank(monkeypatch, rank_of, 2, 2) == [[0.0625], [0.125, 0.25, 0.5, 1.0]]
 
 
 def slimes_own_whitening(rows, masks):

@@ -14,20 +14,24 @@ input's dtype once; nothing carries an autograd graph but `all_gather_with_cp` a
 which slime trains. At masked tokens they keep slime's own values.
 """
 
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from numbers import Real
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from cp_returns.admission import admit
-from cp_returns.agreement import Check, Facts, Problem, agree, refuse
+from cp_returns.agreement import ENVELOPE, Check, Facts, Problem, agree, refuse
 from cp_returns.arrays import quiet
-from cp_returns.collectives import AllGather, call
-from cp_returns.context import CPContext
-from cp_returns.errors import CPInputError
+from cp_returns.collectives import AllGather, alone, call
+from cp_returns.context import WHERE, CPContext
+from cp_returns.errors import CPCollectiveError, CPInputError
 from cp_returns.estimators import gae
 from cp_returns.groups import context_parallel, data_and_context_parallel, device_of, given, rank_and_size
-from cp_returns.layout import Layout, zigzag
+from cp_returns.layout import Integers, Layout, zigzag
+from cp_returns.lists import per_sample
 from cp_returns.masks import as_bits
 from cp_returns.module import ContextParallelReturns, ReturnsConfig
 from cp_returns.scan import reverse_scan
@@ -47,7 +51,8 @@ def advantages(args: Any, rollout_data: dict[str, Any]) -> None:
 
     Reads slime's lists log_probs (rollout_log_probs with `use_rollout_logprobs`), ref_log_probs, values, rewards,
     loss_masks, response_lengths, total_lengths, and of args advantage_estimator (grpo, gspo, cispo, ppo,
-    reinforce_plus_plus, reinforce_plus_plus_baseline), gamma, lambd, kl_coef, kl_loss_type, normalize_advantages.
+    reinforce_plus_plus, reinforce_plus_plus_baseline), gamma, lambd, kl_coef, kl_loss_type, normalize_advantages,
+    qkv_format. A padded batch ("bshd") under context parallelism also needs rollout_data["max_seq_lens"], its widths.
 
     The numbers are slime's where slime's are sound: rewards go to the last valid token, on whichever rank it is, the KL
     of masked tokens does not count, and masked tokens come out 0. With `normalize_advantages` slime whitens what this
@@ -56,17 +61,41 @@ def advantages(args: Any, rollout_data: dict[str, Any]) -> None:
 
     Raises CPInputError on all ranks, also for an unknown estimator or KL.
     """
+    cp = context_parallel(None, None, None)
+    with ExitStack() as together:  # a problem is told to the CP group first: the order in which the module meets them
+        if getattr(args, "normalize_advantages", False):
+            dp_cp = data_and_context_parallel(None, None, cp)
+            together.enter_context(_together(dp_cp, step="whiten", where="DP x CP rank", size=MESSAGE))
+        together.enter_context(_together(cp))
+        config, inputs = _config_and_inputs(args, rollout_data, rank_and_size(cp)[1])
+    out = ContextParallelReturns(config)(**inputs)
+    rollout_data["advantages"], rollout_data["returns"] = out.advantages, out.returns
+
+
+def _config_and_inputs(args: Any, rollout_data: dict[str, Any], cp_size: int) -> tuple[ReturnsConfig, dict[str, Any]]:
     log_probs = rollout_data.get("rollout_log_probs" if getattr(args, "use_rollout_logprobs", False) else "log_probs")
     with_kl = args.kl_coef != 0 and log_probs is not None and args.advantage_estimator not in _WITHOUT_KL
-    inputs = {key: rollout_data[key] for key in ("rewards", "loss_masks", "response_lengths", "total_lengths")}
+    inputs: dict[str, Any] = {
+        key: rollout_data.get(key) for key in ("rewards", "loss_masks", "response_lengths", "total_lengths")
+    }
+    absent = [key for key, value in inputs.items() if value is None]
+    if absent:
+        raise CPInputError(f"rollout_data has no {absent[0]}; expected {', '.join(inputs)}")
+    if getattr(args, "qkv_format", "thd") != "thd" and cp_size > 1:
+        widths = rollout_data.get("max_seq_lens")
+        if widths is None:
+            raise CPInputError(
+                f"qkv_format is {args.qkv_format!r} and rollout_data has no max_seq_lens; expected there the padded "
+                "width of each sample, by which such a batch is cut"
+            )
+        inputs["padded_lengths"] = [_padded(width, cp_size) for width in widths]
     if with_kl:
-        inputs |= {"log_probs": log_probs, "ref_log_probs": rollout_data.get("ref_log_probs") or []}
+        inputs |= {"log_probs": log_probs, "ref_log_probs": rollout_data.get("ref_log_probs")}
     if args.advantage_estimator == "ppo":
         inputs["values"] = rollout_data.get("values")
     elif args.advantage_estimator != "reinforce_plus_plus":
         inputs["group_ids"] = range(len(inputs["rewards"]))
-    out = ContextParallelReturns(_config(args, with_kl))(**inputs)
-    rollout_data["advantages"], rollout_data["returns"] = out.advantages, out.returns
+    return _config(args, with_kl), inputs
 
 
 def _config(args: Any, with_kl: bool) -> ReturnsConfig:
@@ -119,18 +148,14 @@ def chunked_gae(
 
 @torch.no_grad()
 def vanilla_gae(rewards: Tensor, values: Tensor, gamma: float, lambd: float) -> tuple[Tensor, Tensor]:
-    """`chunked_gae` as a loop over T: the serial one."""
-    _rectangle(rewards, values)
-    a = _deltas(rewards, values, gamma)
-    for t in range(rewards.shape[1] - 2, -1, -1):
-        a[:, t] += gamma * lambd * a[:, t + 1]
-    return a.to(rewards.dtype), (a + values).to(values.dtype)
+    """`chunked_gae`, which slime also has as a serial loop."""
+    return chunked_gae(rewards, values, gamma, lambd)
 
 
 @torch.no_grad()
 def get_grpo_returns(rewards: Tensor, kl: list[Tensor]) -> list[Tensor]:
     """Each sample's scalar at every local token, in the dtype of its `kl`; a NaN reward gives zeros."""
-    scalars = _scalars(rewards, kl)
+    scalars = _scalars(rewards, len(kl), _device(kl))
     return [torch.where(r.isnan(), 0.0, r).to(k.dtype).repeat(len(k)) for k, r in zip(kl, scalars, strict=True)]
 
 
@@ -147,10 +172,10 @@ def get_reinforce_plus_plus_baseline_advantages(
     looks at the masks.
     """
     coef = loss_masks if kl_coef is None else kl_coef
-    if not isinstance(coef, int | float):
+    if not isinstance(coef, Real) and not (isinstance(coef, Tensor) and coef.dim() == 0):
         raise TypeError("get_reinforce_plus_plus_baseline_advantages() is missing kl_coef")
-    scalars = _scalars(rewards, kl)
-    rows = [r - coef * k.double() for k, r in zip(kl, scalars, strict=True)]
+    scalars = _scalars(rewards, len(kl), _device(kl))
+    rows = [r - float(coef) * k.double() for k, r in zip(kl, scalars, strict=True)]
     return [torch.where(r.isnan(), 0.0, a).to(k.dtype) for k, r, a in zip(kl, scalars, rows, strict=True)]
 
 
@@ -168,23 +193,21 @@ def get_reinforce_plus_plus_returns(
 
     r_t = -kl_coef * kl_t on valid tokens and 0 on masked ones, plus the sample's reward at its last valid token.
     """
-    if not kl:
-        return []
-    cp = _context(kl, response_lengths, total_lengths)
-    masks = [m.to(kl[0].device) for m in loss_masks]
-    mask = _packed(cp, "loss_masks", masks, cp.layout.response_lengths)
-    local = _packed(cp, "kl", kl, cp.layout.lengths(cp.rank))
-    batch = admit(
-        cp,
-        mask,
-        torch.stack(_scalars(rewards, kl)),
-        tokens={"kl": local},
-        numbers={"gamma": gamma, "kl_coef": kl_coef},
-    )
+    all_gather = context_parallel(None, None, None)
+    with _together(all_gather):
+        cp = _context(all_gather, kl, response_lengths, total_lengths)
+        device = _device(kl, all_gather)
+        batch = admit(
+            cp,
+            _packed("loss_masks", loss_masks, cp.layout.response_lengths, device),
+            _scalars(rewards, cp.layout.num_samples, device),
+            tokens={"kl": _packed("kl", kl, cp.layout.lengths(cp.rank), device)},
+            numbers={"gamma": gamma, "kl_coef": kl_coef},
+        )
 
     def formula(cp: CPContext, kl: Tensor) -> tuple[Tensor]:
         # Rewards go by the mask; every token gives an output.
-        return (cp.scan(batch.reward(cp, kl, None), float(gamma), batch.clock, None, dtype=batch.dtype),)
+        return (cp.scan(batch.reward(cp, kl, None), batch.numbers["gamma"], batch.clock, None, dtype=batch.dtype),)
 
     (returns,) = batch.run(cp, formula)
     return _like(kl, returns)
@@ -204,13 +227,14 @@ def get_advantages_and_returns_batch(
 
     `rewards_list` are token rewards, KL and terminal reward included. `chunked` is accepted and has no effect.
     """
-    if not values_list:
-        return [], []
-    cp = _context(values_list, response_lengths, total_lengths)
-    counts = cp.layout.lengths(cp.rank)
-    values = _packed(cp, "values_list", values_list, counts)
-    rewards = _packed(cp, "rewards_list", rewards_list, counts)
-    every_token = torch.ones(cp.layout.num_tokens, dtype=torch.bool, device=values.device)
+    all_gather = context_parallel(None, None, None)
+    with _together(all_gather):
+        cp = _context(all_gather, values_list, response_lengths, total_lengths)
+        device = _device(values_list, all_gather)
+        counts = cp.layout.lengths(cp.rank)
+        values = _packed("values_list", values_list, counts, device)
+        rewards = _packed("rewards_list", rewards_list, counts, device)
+        every_token = torch.ones(cp.layout.num_tokens, dtype=torch.bool, device=device)
     out = gae(None, None, values, every_token, cp=cp, gamma=gamma, lam=lambd, clock="token", token_rewards=rewards)
     return _like(values_list, out.advantages), _like(values_list, out.returns)
 
@@ -232,19 +256,25 @@ def distributed_masked_whiten(
     Masked tokens are shifted and scaled like the others, as in slime. No valid token anywhere gives zeros, where slime
     raises. process_group=None is Megatron's data-parallel group with context parallel; slime's own default, the whole
     world, would wait for pipeline stages that never call. `shift_mean=False` adds the mean again.
+
+    Raises CPInputError, on all ranks, for a mask that is not 0 or 1 or not of the shape of `values`, for an epsilon
+    that is not at least 0, and for options that differ.
     """
     if process_group is None:
         all_gather = data_and_context_parallel(None, None, context_parallel(None, None, None))
     else:
         all_gather = given(process_group)
-    x, valid = values.reshape(-1), mask.reshape(-1) != 0
-    fits = len(x) == len(valid)
-    facts = Facts(
-        settings={"shift_mean": shift_mean, "epsilon": epsilon},
-        problem=None if fits else Problem("shape of mask", list(mask.shape), f"{list(values.shape)}, that of values"),
-        checks=[_binary(mask.reshape(-1))],
-    )
-    local = moments(x, as_bits(valid)) if fits else torch.zeros(3, dtype=torch.float64, device=values.device)
+    with _together(all_gather, step="whiten", where="rank", size=MESSAGE):
+        for name, one in (("values", values), ("mask", mask)):
+            if not isinstance(one, Tensor):
+                raise CPInputError(f"{name} is a {type(one).__name__}; expected a tensor")
+        if mask.shape != values.shape:
+            raise CPInputError(f"shape of mask is {list(mask.shape)}; expected {list(values.shape)}, that of values")
+        if not isinstance(epsilon, Real) or not epsilon >= 0:
+            raise CPInputError(f"epsilon is {epsilon!r}; expected a number that is at least 0")
+        x, valid = values.reshape(-1), mask.reshape(-1) != 0
+        facts = Facts({"shift_mean": shift_mean, "epsilon": epsilon}, checks=[_binary(mask.reshape(-1))])
+        local = moments(x, as_bits(valid))
     merged = merge(agree(all_gather, facts, local, step="whiten", where="rank", size=MESSAGE))
     options = {"ddof": 1, "eps": epsilon, "eps_mode": "add", "center": True, "shift_mean": shift_mean, "scale": True}
     white = apply(x, as_bits(torch.ones_like(valid)), merged, options)
@@ -281,8 +311,7 @@ def get_logits_and_tokens_offset_with_cp(
     rank, size = rank_and_size(context_parallel(None, None, None)) if cp_rank is None or cp_size is None else (0, 1)
     rank, size = rank if cp_rank is None else cp_rank, size if cp_size is None else cp_size
     layout = _layout(total_length, response_length, size, qkv_format, max_seq_len)
-    width = total_length if qkv_format == "thd" or max_seq_len is None else max_seq_len
-    chunk = -(-width // (2 * size))
+    chunk = int(layout.piece[0])
     first, second = (int(p) for p in layout.pieces(rank))
     prompt = total_length - response_length
 
@@ -323,17 +352,21 @@ def all_gather_with_cp(tensor: Tensor, total_length: int, response_length: int) 
     The gradient of a rank's part is its slice of the sum of all ranks' gradients. While autograd is on, the result of a
     float tensor requires grad on every rank, also where a rank owns no token of the response: each must join the
     collective of the backward pass. For data, call it under `torch.no_grad()`.
+
+    One collective, and a second one for a part of more than 16 KiB. Raises CPInputError, on all ranks, for a part that
+    is not the rank's tokens, and for lengths, a dtype or a shape of a token that differ.
     """
     all_gather = context_parallel(None, None, None)
     rank, size = rank_and_size(all_gather)
     if size == 1:
         return tensor.clone()
-    layout = _layout(total_length, response_length, size)
-    expected = int(layout.lengths(rank)[0])
-    if len(tensor) != expected:
-        raise CPInputError(f"CP rank {rank} was given {len(tensor)} tokens; expected the {expected} that it owns")
-    if torch.is_grad_enabled() and tensor.is_floating_point() and not tensor.requires_grad:
-        tensor = tensor.detach().requires_grad_()
+    with _together(all_gather):
+        layout = _layout(total_length, response_length, size)
+        expected = int(layout.lengths(rank)[0])
+        if len(tensor) != expected:
+            raise CPInputError(f"tensor has {len(tensor)} tokens; expected the {expected} that this rank owns")
+        if torch.is_grad_enabled() and tensor.is_floating_point() and not tensor.requires_grad:
+            tensor = tensor.detach().requires_grad_()
     return _Gather.apply(tensor, layout, rank, all_gather)
 
 
@@ -343,7 +376,14 @@ class _Gather(torch.autograd.Function):
         ctx.place = torch.from_numpy(layout.index(rank)).to(tensor.device)
         ctx.all_gather = all_gather
         room = max(int(layout.lengths(r)[0]) for r in range(layout.cp_size))
-        parts = call(all_gather, torch.cat([tensor, tensor.new_zeros(room - len(tensor), *tensor.shape[1:])]), "gather")
+        padded = torch.cat([tensor, tensor.new_zeros(room - len(tensor), *tensor.shape[1:])])
+        facts = Facts(
+            {"dtype of tensor": tensor.dtype, "shape of a token": list(tensor.shape[1:])},
+            {"response_length": layout.response_lengths, "total_length": layout.total_lengths},
+        )
+        message = padded.reshape(-1).view(torch.uint8)  # one that rides with the agreement where it is short
+        messages = agree(all_gather, facts, message, step="gather", where=WHERE)
+        parts = messages.reshape(-1).view(tensor.dtype).view(layout.cp_size, *padded.shape)
         whole = tensor.new_empty(int(layout.response_lengths[0]), *tensor.shape[1:])
         for r in range(layout.cp_size):
             index = torch.from_numpy(layout.index(r)).to(tensor.device)
@@ -379,42 +419,65 @@ def _layout(
         return zigzag([total_length], [response_length], cp_size)
     if width is None:
         raise CPInputError(f"qkv_format {qkv_format!r} needs the batch's width, max_seq_len")
-    return zigzag([total_length], [response_length], cp_size, padded_lengths=[-(-width // (2 * cp_size)) * 2 * cp_size])
+    return zigzag([total_length], [response_length], cp_size, padded_lengths=[_padded(width, cp_size)])
 
 
-def _context(local: list[Tensor], response_lengths: list[int], total_lengths: list[int]) -> CPContext:
-    all_gather = context_parallel(None, None, None)
+def _padded(width: int, cp_size: int) -> int:
+    """A padded batch's width, in pieces of ceil(width / 2W)."""
+    return -(-width // (2 * cp_size)) * 2 * cp_size
+
+
+@contextmanager
+def _together(
+    all_gather: AllGather, *, step: str = "agreement", where: str = WHERE, size: int = ENVELOPE
+) -> Iterator[None]:
+    """What this rank trips over before its first collective, all ranks raise as one CPInputError: nobody waits.
+
+    step, where and size are those of that first collective, in which the others are.
+    """
+    try:
+        yield
+    except CPCollectiveError:  # of a `_together` inside this one: a peer is gone
+        raise
+    except Exception as error:
+        text = str(error) if isinstance(error, CPInputError) else f"{type(error).__name__}: {error}"
+        refuse(all_gather, text, device_of(all_gather), step=step, where=where, size=size)
+        raise
+
+
+def _context(
+    all_gather: AllGather, local: list[Tensor], response_lengths: list[int], total_lengths: list[int]
+) -> CPContext:
     rank, size = rank_and_size(all_gather)
     if size == 1:  # where slime goes by the tensors alone
         lengths = [len(x) for x in local]
         return CPContext(zigzag([n + 1 for n in lengths], lengths, 1))
-    try:
-        layout = zigzag(total_lengths, response_lengths, size)
-    except CPInputError as error:
-        refuse(all_gather, str(error), device_of(all_gather), step="agreement", where="CP rank")
-        raise
-    return CPContext(layout, rank, all_gather)
+    return CPContext(zigzag(total_lengths, response_lengths, size), rank, all_gather)
 
 
-def _packed(cp: CPContext, name: str, tensors: list[Tensor], counts) -> Tensor:
-    """One pack of a list of tensors, or the same error on all ranks when they do not have `counts` tokens."""
-    problem = None
+def _device(tensors: list[Tensor], all_gather: AllGather = alone) -> torch.device:
+    """Where the batch lives, also an empty one."""
+    return next((x.device for x in tensors if isinstance(x, Tensor)), device_of(all_gather))
+
+
+def _packed(name: str, tensors: list[Tensor], counts: Integers, device: torch.device) -> Tensor:
+    """One pack of a list of tensors. Raises CPInputError where they do not have `counts` tokens."""
     if len(tensors) != len(counts):
-        problem = Problem(f"number of {name}", len(tensors), f"{len(counts)}, one a sample")
-    else:
-        for i, (x, n) in enumerate(zip(tensors, counts.tolist(), strict=True)):
-            if tuple(x.shape) != (n,):
-                problem = problem or Problem(f"shape of {name}", list(x.shape), f"[{n}]", sample=i)
-    if problem is not None:
-        cp.agree(Facts(problem=problem))
-    return torch.cat([x.detach() for x in tensors])
+        raise CPInputError(f"number of {name} is {len(tensors)}; expected {len(counts)}, one a sample")
+    for i, (x, n) in enumerate(zip(tensors, counts.tolist(), strict=True)):
+        if not isinstance(x, Tensor):
+            raise CPInputError(f"sample {i}, {name} is a {type(x).__name__}; expected a tensor [{n}]")
+        if tuple(x.shape) != (n,):
+            raise CPInputError(f"sample {i}, shape of {name} is {list(x.shape)}; expected [{n}]")
+    return torch.cat([x.detach().to(device) for x in tensors]) if len(tensors) else torch.zeros(0, device=device)
 
 
-def _scalars(rewards: Tensor | list[float], like: list[Tensor]) -> list[Tensor]:
-    """Rewards as float64 0-dim tensors on the device of the batch."""
-    if not like:
-        return []
-    return list(torch.as_tensor(rewards, dtype=torch.float64, device=like[0].device).detach().unbind())
+def _scalars(rewards: Tensor | list[float], samples: int, device: torch.device) -> Tensor:
+    """[samples] rewards in float64. Raises CPInputError where there is not one number a sample."""
+    scalars = per_sample("rewards", rewards, samples, device)
+    if scalars is None:
+        raise CPInputError("rewards is absent; expected one number a sample")
+    return scalars.double()
 
 
 def _like(tensors: list[Tensor], packed: Tensor) -> list[Tensor]:
