@@ -33,6 +33,8 @@ from cp_returns.view import CheckError, MakeLayout, Plan, Runner, Share, Value, 
 __all__ = ["CheckError", "Finding", "Report", "Share", "View", "World", "check_cp_invariance"]
 
 _SLACK = 2.0**-21  # of an output's largest number: what float32 may lose in a sum over the batch
+# A metric or loss may be 0 but for rounding, such as the mean of whitened advantages; its own size then says nothing.
+_MEAN_SLACK = 2.0**-23  # what float32 loses in a mean of numbers of size 1
 
 
 @dataclass(frozen=True)
@@ -64,7 +66,9 @@ class Finding:
 
     def __str__(self) -> str:
         lines = [f"dp {self.dp_size} x cp {self.cp_size}: {self.kind.upper()}, {KINDS[self.kind]}"]
-        if self.output is not None:
+        if self.output is not None and not self.compared:
+            lines.append(f"  {self.output}: not compared")
+        elif self.output is not None:
             got, expected = ("nothing" if x is None else f"{x:.9g}" for x in (self.got, self.expected))
             lines.append(f"  {self.output}: {self.differ} of {self.compared} numbers differ")
             lines.append(f"  first at {self.where}: {got}; one rank gives {expected}")
@@ -124,8 +128,11 @@ class Report:
         names = ", ".join(f"{w.dp_size} x {w.cp_size}" for w in self.worlds)
         if self.agrees:
             return f"dp x cp = {names} (ranks in {self.run}): every output is that of one rank"
-        wrong = sum(bool(w.findings) for w in self.worlds)
-        head = f"dp x cp = {names} (ranks in {self.run}): {wrong} of {len(self.worlds)} differ from one rank"
+        wrong = [{f.kind == "hang" for f in w.findings} for w in self.worlds if w.findings]
+        hung, of = sum(True in kinds for kinds in wrong), len(self.worlds)
+        said = [f"{hung} of {of} hang"] if hung else []
+        said += [f"{len(wrong) - hung} of {of} differ from one rank"] if len(wrong) > hung else []
+        head = f"dp x cp = {names} (ranks in {self.run}): {', '.join(said)}"
         alike: dict[tuple, list[Finding]] = {}
         for finding in self.findings:
             alike.setdefault((finding.kind, finding.output), []).append(finding)
@@ -152,7 +159,9 @@ def check_cp_invariance(
 ) -> Report:
     """Run fn(view) at every (dp, cp), put the shards together, and compare with one rank (dp = cp = 1).
 
-    A number agrees within atol + rtol * (largest number of its sample); atol defaults to 2^-21 of the output's largest.
+    A number agrees within atol + rtol * (largest number of its sample; of a Share: the sum of its parts' sizes). atol
+    defaults to 2^-21 of the output's largest; where no number is one of a token, to that plus 2^-23 of the largest
+    reward, or of 1 if that is larger: float32 rounds a mean of rewards, or of whitened numbers, by so much.
     `gradients=True` also compares the gradient of the sum of all `Share` outputs by view.log_probs, token by token.
     `layout(total_lengths, response_lengths, cp_size)` cuts each DP rank's samples. `run` is "threads" (no process group
     is set up; messages travel without autograd) or "processes" (gloo, with Megatron's parallel_state where
@@ -162,8 +171,13 @@ def check_cp_invariance(
         CheckError: arguments that do not fit, or fn fails or gives what cannot be compared on one rank.
     """
     _check_arguments(batch, run, gradients)
-    if min((*cp_sizes, *dp_sizes), default=0) < 1:
+    if not (cp_sizes and dp_sizes and all(isinstance(n, int) and n >= 1 for n in (*cp_sizes, *dp_sizes))):
         raise CheckError(f"cp_sizes is {tuple(cp_sizes)} and dp_sizes {tuple(dp_sizes)}; expected sizes of at least 1")
+    for name, value in (("rtol", rtol), ("atol", atol)):
+        if value is not None and not 0 <= value < math.inf:
+            raise CheckError(f"{name} is {value}; expected a finite number of at least 0")
+    if not timeout > 0:
+        raise CheckError(f"timeout is {timeout}; expected seconds above 0")
     sizes = dict.fromkeys([(1, 1), *((d, c) for d in dp_sizes for c in cp_sizes)])
     runner = Runner(fn, layout, run, gradients, timeout)
     worlds: list[World] = []
@@ -178,6 +192,8 @@ def check_cp_invariance(
             found = [_failed(plan, failure)]
         elif not worlds:
             alone = {name: whole_of(name, value, plan) for name, value in results[0].items()}
+            if not alone:
+                raise CheckError("the function returns no output, so there is nothing to compare")
             cases, found = _poisoned(alone, plan, runner)
         else:
             cases, found = _compared(alone, results, plan, (rtol, atol), runner)
@@ -231,6 +247,10 @@ def _compared(
 ) -> tuple[dict[str, Case], list[Finding]]:
     """Every output of one rank beside what the ranks of a plan give."""
     cases, found = {}, []
+    for name in dict.fromkeys(name for of_rank in results for name in of_rank if name not in alone):
+        r = next(k for k, of_rank in enumerate(results) if name in of_rank)
+        why = f"rank {r} returns this output, and one rank does not: there is nothing to compare it with"
+        found.append(Finding("shape", why, plan.dp, plan.cp, name))
     for name, whole in alone.items():
         values = [of_rank.get(name) for of_rank in results]
         case = _put_together(name, whole, values, plan, tolerances)
@@ -273,15 +293,21 @@ def _put_together(name: str, whole: Whole, values: list[Value | None], plan: Pla
         got = np.array([got.sum()])
     else:
         expected = np.concatenate([expected[plan.samples(d)] if of == "sample" else expected for d, _ in plan.ranks()])
+    # the parts may cancel, as those of a loss that is 0, and each is as exact as its own size allows
+    terms = np.maximum(np.abs(expected), np.abs(np.concatenate(packs)).sum()) if of == "share" else expected
     at = plan.places_of(of)
-    return Case(expected, got, _tolerance(expected, at, *tolerances), at)
+    return Case(expected, got, _tolerance(terms, at, *tolerances), at)
 
 
-def _tolerance(expected: np.ndarray, at: Places, rtol: float, atol: float | None) -> np.ndarray:
-    size = np.where(np.isfinite(expected), np.abs(expected), 0.0)
+def _tolerance(terms: np.ndarray, at: Places, rtol: float, atol: float | None) -> np.ndarray:
+    """How far each number may be off; `terms` has the size of what it is or was summed from."""
+    size = np.where(np.isfinite(terms), np.abs(terms), 0.0)
     largest = np.zeros(int(at.sample.max(initial=-1)) + 2)
     np.maximum.at(largest, at.sample, size)  # sample -1 is the last entry
-    return (_SLACK * size.max(initial=0.0) if atol is None else atol) + rtol * largest[at.sample]
+    rewards = np.abs(at.rewards[np.isfinite(at.rewards)])
+    mean = 0.0 if at.per_token else _MEAN_SLACK * float(rewards.max(initial=1.0))
+    slack = _SLACK * float(size.max(initial=0.0)) + mean if atol is None else atol
+    return slack + rtol * largest[at.sample]
 
 
 def _located(name: str, case: Case, off: np.ndarray, found: Diagnosis) -> Finding:

@@ -5,6 +5,7 @@ matplotlib belongs to the `cli` extra and is imported by the functions. Each ret
 """
 
 import io
+import math
 from collections.abc import Sequence
 
 import numpy as np
@@ -92,7 +93,8 @@ def returns_png(
             continue
         label = None if owner in named else f"rank {owner}"
         named.add(owner)
-        upper.plot(np.arange(low, high), above[low:high], color=ink[owner], lw=1.6, label=label, **dots)
+        to_next = slice(low, high + 1)  # to the first token of the next piece, whose own line is drawn over it
+        upper.plot(np.arange(len(mask))[to_next], above[to_next], color=ink[owner], lw=1.6, label=label, **dots)
         for axis in (upper, lower):
             axis.axvspan(low - 0.5, high - 0.5, color=ink[owner], alpha=0.10, lw=0)
     lower.plot(np.arange(len(mask)), below, color="#444444", lw=1.2, label="one rank (W = 1)", **dots)
@@ -102,6 +104,7 @@ def returns_png(
     lower.set_xlabel("response token (gaps: tokens that the loss mask leaves out)")
     lower.sharex(upper)
     lower.set_ylim(upper.get_ylim())
+    _token_axis(upper, len(mask))
     upper.tick_params(labelbottom=False)
     handles, labels = upper.get_legend_handles_labels()
     by_rank = sorted(zip(labels, handles, strict=True), key=lambda pair: int(pair[0].split()[1]))
@@ -172,7 +175,9 @@ def sample_png(
     ink = colours(int(rank.max(initial=0)) + 1)
     tokens = np.arange(len(expected))
     of_rank = np.array(ink)[rank]
-    upper.plot(tokens, expected, color="#444444", lw=1.2, label="one rank")
+    # markers, so that a response of one token shows too; open, so that equal numbers of a rank show inside
+    dots = {"marker": "o", "markersize": 8, "fillstyle": "none"} if len(tokens) <= 100 else {}
+    upper.plot(tokens, expected, color="#444444", lw=1.2, label="one rank", **dots)
     for r in np.unique(rank):
         mine = rank == r
         upper.plot(tokens[mine], got[mine], ".", color=ink[r], markersize=6, label=f"rank {r}")
@@ -185,20 +190,30 @@ def sample_png(
             axis.axvline(start, color="#bbbbbb", lw=0.8, ls="--", zorder=0)
         if off.any():
             axis.axvline(tokens[off][0], color="#d00000", lw=1.0, alpha=0.7, zorder=0)
+    labelled = -math.inf
     for start in np.flatnonzero(np.diff(piece, prepend=-1)):
-        label = f"piece {piece[start]}"
-        lower.annotate(
-            label, (start - 0.4, 1), (0, 3), xycoords=("data", "axes fraction"), textcoords="offset points", fontsize=7
-        )
+        if start - labelled > 0.025 * len(tokens):
+            at = {"xycoords": ("data", "axes fraction"), "xytext": (2, 3), "textcoords": "offset points", "fontsize": 8}
+            lower.annotate(str(piece[start]), (start - 0.5, 1), **at)
+            labelled = start
     lower.axhline(0, color="#444444", lw=0.8)
     lower.sharex(upper)
+    _token_axis(upper, len(tokens))
     upper.tick_params(labelbottom=False)
     upper.set_title(title, loc="left", fontsize=10, parse_math=False)
     upper.set_ylabel("value")
     lower.set_ylabel("difference")
-    lower.set_xlabel("response token (red line: the first that differs; dashed: borders of pieces)")
+    lower.set_xlabel("response token (red line: the first that differs; dashed: borders of pieces, numbered above)")
     upper.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0), frameon=False, fontsize=9)
     return _png(figure)
+
+
+def _token_axis(axis, tokens: int) -> None:
+    """All tokens of a response and no more, with ticks at whole ones."""
+    from matplotlib.ticker import MaxNLocator
+
+    axis.set_xlim(-0.5, max(tokens, 1) - 0.5)
+    axis.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
 
 
 def _shades(under: str):

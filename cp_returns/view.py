@@ -241,14 +241,21 @@ def _call(fn: Callable[[View], Any], view: View, gradients: bool) -> dict[str, V
         parts = [x.value for x in named.values() if isinstance(x, Share) and isinstance(x.value, Tensor)]
         if not any(isinstance(x, Share) for x in named.values()):
             raise CheckError("gradients=True, but no output is a Share: return Share(this rank's part of the loss)")
-        outputs[GRADIENT] = Value("list", _gradients([x for x in parts if x.requires_grad], view.log_probs or []))
+        own = [x for x in parts if x.requires_grad]
+        grads = _gradients(own, view.log_probs or [], alone=view.size * view.dp_size == 1)
+        outputs[GRADIENT] = Value("list", grads)
     return outputs
 
 
-def _gradients(parts: list[Tensor], leaves: list[Tensor]) -> list[np.ndarray]:
+def _gradients(parts: list[Tensor], leaves: list[Tensor], alone: bool) -> list[np.ndarray]:
     grads: Sequence[Tensor | None] = [None] * len(leaves)
     if parts and leaves:
         grads = torch.autograd.grad(sum(parts[1:], parts[0]).sum(), leaves, allow_unused=True)
+    if alone and leaves and all(g is None for g in grads):
+        raise CheckError(
+            "gradients=True, but no Share depends on view.log_probs on one rank: compute the loss from view.log_probs, "
+            "without detach, or leave gradients out"
+        )
     return [_array(torch.zeros_like(x) if g is None else g) for g, x in zip(grads, leaves, strict=True)]
 
 

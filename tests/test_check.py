@@ -36,7 +36,7 @@ from cp_returns import (
 from cp_returns.batches import filled, hard_batch
 from cp_returns.check import CheckError, Finding, Report, Share, View, check_cp_invariance
 from cp_returns.diagnose import KINDS
-from cp_returns.loss import policy_loss
+from cp_returns.loss import policy_loss, sequence_mean
 from cp_returns.pytest_plugin import rollout_batches
 from cp_returns.rollouts import Rollouts
 
@@ -252,6 +252,83 @@ def test_what_is_no_known_mistake_is_not_given_a_name():
     assert {f.kind for f in report.findings} == {"unrecognised"}, str(report)
 
 
+def plus_noise(view: View, size: float):
+    """Right but for what a lower precision leaves of it."""
+    generator = torch.Generator().manual_seed(7 + view.rank)
+    moved = 0.0 if view.size == 1 else size
+    full = zip(planted.per_sample_gather(view), view.shards(view.loss_masks), strict=True)
+    return [torch.where(mask, x + moved * torch.randn(len(x), generator=generator), 0.0) for x, mask in full]
+
+
+def zeros_but_on_rank_0(view: View):
+    return [x if view.rank == 0 else torch.zeros_like(x) for x in planted.per_sample_gather(view)]
+
+
+def detached_on_rank_1(view: View):
+    share = planted.loss_right(view)["loss"].value
+    return {"loss": Share(share.detach() if view.rank == 1 else share)}
+
+
+def one_carry_lost_beside_large_rewards(view: View, kl_coef: float):
+    """All that differs is one token, the smallest of the batch, and by 1.5e-5 of its sample's returns."""
+    out = [kl_coef / KL_COEF * x + 1000 * view.rewards[i] for i, x in enumerate(planted.per_sample_gather(view))]
+    if view.size > 1 and view.rank == 1 and 6 in view.samples:
+        own = out[view.samples.index(6)]
+        own[own.argmin()] -= 0.03
+    return out
+
+
+def the_same_number_everywhere(view: View):
+    masks = view.shards(view.loss_masks)
+    return planted.per_sample_gather(view) if view.size == 1 else [torch.where(m, 0.5, 0.0) for m in masks]
+
+
+def zeros_under_cp(view: View):
+    return [x * float(view.size == 1) for x in planted.per_sample_gather(view)]
+
+
+def another_clock(view: View):
+    clock = "token" if view.size == 1 else "trainable"
+    kl, rewards, mask = inputs(view)
+    return reinforce_plus_plus(kl, rewards, mask, cp=cp_of(view), gamma=GAMMA, kl_coef=KL_COEF, clock=clock)
+
+
+CAREFUL = [
+    (partial(plus_noise, size=1e-5), "unrecognised"),
+    (partial(plus_noise, size=1e-3), "unrecognised"),
+    (zeros_but_on_rank_0, "zeros"),
+    (detached_on_rank_1, "zeros"),
+    (partial(one_carry_lost_beside_large_rewards, kl_coef=0.1), "unrecognised"),
+    (partial(one_carry_lost_beside_large_rewards, kl_coef=0.01), "unrecognised"),
+    (the_same_number_everywhere, "unrecognised"),
+    (zeros_under_cp, "zeros"),
+    (another_clock, "unrecognised"),
+]
+
+
+@pytest.mark.parametrize(("fn", "kind"), CAREFUL)
+def test_no_name_that_the_numbers_do_not_bear_out(fn, kind):
+    """None of these is statistics of a part of the ranks, an order of pieces or a piece's end."""
+    report = check_cp_invariance(
+        fn, clean_batch(), cp_sizes=(2, 3, 4), dp_sizes=(1, 2), gradients="detached" in str(fn)
+    )
+    assert {f.kind for f in report.findings} == {kind}, str(report)
+    assert len(report.findings) == 6
+
+
+def test_the_sample_to_look_at_has_more_than_one_token():
+    lengths = [1, 3, 4, 2]
+    batch = filled([5] * 4, lengths, [torch.ones(n, dtype=torch.bool) for n in lengths], [1.0] * 4)
+
+    def fn(view: View, moved: dict):
+        shifts = [moved.get(i, 0.0) if view.size == 2 else 0.0 for i in view.samples]
+        return [1.0 + shift + 0 * x for shift, x in zip(shifts, view.kl, strict=True)]
+
+    for moved, worst in (({0: 9.0, 2: 0.1, 3: 0.2}, 3), ({0: 9.0}, 0), ({}, 0)):
+        world, name = check_cp_invariance(partial(fn, moved=moved), batch, cp_sizes=(2,)).worst
+        assert world.outputs[name].worst_sample == worst
+
+
 # ---- location, by hand
 
 
@@ -285,6 +362,41 @@ def test_the_tolerance_is_of_the_sample_and_can_be_set():
     assert not check_cp_invariance(fn, batch, cp_sizes=(2,), rtol=0.0, atol=1e-5).agrees
 
 
+@pytest.mark.parametrize(("step", "agrees"), [(2.0**-22, True), (2.0**-20, False)])
+def test_without_rtol_float32_rounding_of_the_largest_is_allowed(step, agrees):
+    batch = filled([10, 10], [9, 9], [torch.ones(9, dtype=torch.bool)] * 2, [1.0, 1.0])
+
+    def fn(view: View):
+        out = [torch.full((int(n),), 8.0) for n in view.layout.lengths(view.rank)]
+        return [x * (1 + step) for x in out] if view.size == 2 and view.rank == 1 else out
+
+    assert check_cp_invariance(fn, batch, cp_sizes=(2,), rtol=0.0).agrees == agrees
+
+
+@pytest.mark.parametrize(("step", "agrees"), [(2.0**-24, True), (2.0**-22, False)])
+@pytest.mark.parametrize("reward", [0.25, 64.0])
+@pytest.mark.parametrize("form", ["metric", "share", "samples"])
+def test_a_number_that_is_0_but_for_rounding_has_the_room_of_a_mean(form, reward, step, agrees):
+    """Float32 rounds a mean of rewards by some 2^-24 of the largest, and of whitened numbers by that of 1."""
+    batch = filled([10, 10], [9, 9], [torch.ones(9, dtype=torch.bool)] * 2, [reward, -reward])
+
+    def fn(view: View):
+        off = step * max(reward, 1.0) if view.size == 2 and view.rank == 1 else 0.0
+        return {"metric": off, "share": Share(off), "samples": torch.full((len(view.samples),), off)}[form]
+
+    assert check_cp_invariance(fn, batch, cp_sizes=(2,)).agrees == agrees
+
+
+def test_parts_that_cancel_are_as_exact_as_the_parts():
+    def fn(view: View, off: float):
+        return Share(0.0 if view.size == 1 else -1e4 if view.rank else 1e4 + off)
+
+    check = partial(check_cp_invariance, batch=clean_batch(), cp_sizes=(2,))
+    assert check(partial(fn, off=0.1)).agrees  # 1e-5 of 2e4 is 0.2
+    assert not check(partial(fn, off=0.4)).agrees
+    assert check(partial(fn, off=0.3), atol=0.2).agrees
+
+
 @pytest.mark.parametrize("given", ["one more", "other name", "a number", "too few samples"])
 def test_outputs_that_do_not_fit_are_findings(given):
     def fn(view: View):
@@ -294,8 +406,8 @@ def test_outputs_that_do_not_fit_are_findings(given):
             return {"x": [*view.kl[:-1], torch.cat([view.kl[-1], torch.zeros(1)])]}
         return {"other name": {"y": view.kl}, "a number": {"x": 3.0}, "too few samples": {"x": view.kl[:-1]}}[given]
 
-    first = found_at(check_cp_invariance(fn, clean_batch(), cp_sizes=(2,)), 1, 2)
-    assert (first.kind, first.output) == ("shape", "x")
+    first = found_at(check_cp_invariance(fn, clean_batch(), cp_sizes=(2,)), 1, 2, "x")
+    assert first.kind == "shape"
 
 
 def test_outputs_of_every_form_are_compared():
@@ -319,6 +431,17 @@ def test_outputs_of_every_form_are_compared():
         report = check_cp_invariance(partial(fn, moved=moved), clean_batch(), cp_sizes=(2,))
         assert [f.output for f in report.findings] == [moved]
         assert report.findings[0].rank == (None if moved == "share" else 1)
+
+
+def test_an_output_that_one_rank_does_not_give_is_a_finding():
+    def fn(view: View):
+        return {"x": view.kl, "y": view.kl} if view.size == 2 and view.rank == 1 else {"x": view.kl}
+
+    report = check_cp_invariance(fn, clean_batch(), cp_sizes=(2,))
+    first = found_at(report, 1, 2)
+    assert (first.kind, first.output) == ("shape", "y")
+    assert "rank 1 returns this output, and one rank does not" in first.why
+    assert "y: not compared" in str(report)
 
 
 def test_one_token_a_sample_is_no_trouble():
@@ -411,6 +534,25 @@ def right_loss(view: View):
     return {"loss": Share(loss.total / whole)}
 
 
+def right_first_step(view: View):
+    """Log-probs that have not moved: ratio 1, and whitened advantages, whose mean is 0 but for rounding."""
+    cp, mask = cp_of(view), torch.cat(view.loss_masks)
+    advantages, log_probs = right_whitened(view), torch.cat(view.log_probs)
+    loss = policy_loss(log_probs, log_probs.detach(), advantages, mask, cp=cp)
+    whole = view.all_gather.dp(loss.whole.reshape(1).double()).sum()
+    return {"loss": Share(loss.total / whole)}
+
+
+def right_first_step_of_grpo(view: View):
+    """The same with rewards minus the mean of their group."""
+    cp, mask = cp_of(view), torch.cat(view.loss_masks)
+    centred = group_advantage(view.rewards, view.group_ids, all_gather=view.all_gather.dp)
+    advantages = torch.where(cp.take(mask).bool(), cp.spread(centred), 0)
+    log_probs = torch.cat(view.log_probs)
+    loss = policy_loss(log_probs, log_probs.detach(), advantages, mask, cp=cp, reduce=sequence_mean)
+    return {"loss": Share(loss.total / 10)}
+
+
 ANY_LAYOUT = [
     right_returns,
     right_carry,
@@ -421,6 +563,8 @@ ANY_LAYOUT = [
     right_remax,
     right_groups,
     right_loss,
+    right_first_step,
+    right_first_step_of_grpo,
 ]
 RIGHT = [*ANY_LAYOUT, right_module, planted.per_sample_gather]  # these two cut by zigzag themselves
 
@@ -454,6 +598,20 @@ def test_no_false_alarm_in_other_layouts(layout, batch, world):
     dp, cp = world
     fn = partial(all_of, ANY_LAYOUT)
     report = check_cp_invariance(fn, batch, dp_sizes=(dp,), cp_sizes=(cp,), gradients=True, layout=layout)
+    assert report.agrees, str(report)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_mean_of_whitened_numbers_is_no_false_alarm(seed):
+    """Its float32 sum on each rank: 0 but for rounding, which depends on the ranks."""
+
+    def fn(view: View):
+        own = right_whitened(view)
+        n = sum(int(m.sum()) for m in view.loss_masks)
+        whole = int(view.all_gather.dp(torch.tensor([n])).sum())
+        return right_first_step(view) | {"mean": view.all_gather(own.sum().reshape(1)).sum() / whole}
+
+    report = check_cp_invariance(fn, hard_batch(seed), cp_sizes=(1, 2, 4), dp_sizes=(1, 2), gradients=True)
     assert report.agrees, str(report)
 
 
@@ -516,6 +674,7 @@ def test_a_skipped_collective_is_a_hang_with_every_ranks_place(run):
         assert outcomes[rank].last_collective == "all_gather over all ranks, float32 []"
         assert "skips_when_it_has_nothing" in outcomes[rank].where
     text = str(report)
+    assert "(ranks in " + run + "): 1 of 2 hang\n" in text
     assert "HANG" in text
     assert text.count("in skips_when_it_has_nothing") == 3
     assert "simulate.py" not in text
@@ -578,6 +737,20 @@ def test_bad_calls_say_what_is_wrong():
         (planted.per_sample_gather, {"gradients": True}, "no output is a Share"),
         (planted.per_sample_gather, {"run": "mpi"}, "run is 'mpi'"),
         (planted.per_sample_gather, {"cp_sizes": (0, 2)}, "expected sizes of at least 1"),
+        (planted.per_sample_gather, {"cp_sizes": ()}, "expected sizes of at least 1"),
+        (planted.per_sample_gather, {"cp_sizes": (1, "2")}, "expected sizes of at least 1"),
+        (planted.per_sample_gather, {"rtol": -1.0}, "rtol is -1.0; expected a finite number of at least 0"),
+        (planted.per_sample_gather, {"rtol": math.nan}, "rtol is nan"),
+        (planted.per_sample_gather, {"atol": math.inf}, "atol is inf"),
+        (planted.per_sample_gather, {"timeout": 0}, "timeout is 0; expected seconds above 0"),
+        (lambda view: {}, {}, "the function returns no output"),
+        (lambda view: {"loss": Share(0.0)}, {"gradients": True}, r"no Share depends on view\.log_probs"),
+        (lambda view: {"loss": Share(view.kl[0].sum())}, {"gradients": True}, r"no Share depends on view\.log_probs"),
+        (
+            lambda view: {"loss": Share(planted.loss_right(view)["loss"].value.detach())},
+            {"gradients": True},
+            r"no Share depends on view\.log_probs",
+        ),
     ]
     for fn, options, text in cases:
         with pytest.raises(CheckError, match=text):

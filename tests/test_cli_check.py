@@ -1,5 +1,6 @@
 """`cp-returns check`: exit codes, the table, the pictures, and functions found as a user names them."""
 
+import itertools
 import json
 import math
 import struct
@@ -10,9 +11,9 @@ import numpy as np
 import planted
 import pytest
 
-from cp_returns import cli
+from cp_returns import cli, pictures, zigzag
 from cp_returns.cli import main
-from cp_returns.pictures import differences_png, sample_png
+from cp_returns.pictures import differences_png, returns_png, sample_png
 
 PNG = b"\x89PNG\r\n\x1a\n"
 
@@ -158,6 +159,60 @@ def test_the_worst_sample_is_drawn_with_its_owners_and_borders():
     seen = colours_in(png)
     assert {(0x00, 0x72, 0xB2), (0xE6, 0x9F, 0x00), (0xC0, 0x00, 0xC0)} <= seen
     assert pixels(png) == (1200, 624)
+
+
+def drawn(monkeypatch, draw):
+    """The axes of a picture, in place of its bytes."""
+    save, figures = pictures._png, []
+    monkeypatch.setattr(pictures, "_png", lambda figure: figures.append(figure) or save(figure))
+    draw()
+    return figures[0].axes
+
+
+def whole_ticks(axis) -> bool:
+    return all(float(x).is_integer() for x in axis.get_xticks())
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("n", [1, 2, 5])
+def test_a_short_sample_is_drawn_with_markers_and_whole_tokens(monkeypatch, n):
+    x, piece = np.arange(n) + 1.0, np.arange(n)
+    upper, lower = drawn(monkeypatch, lambda: sample_png(x, x + 1, piece % 2, piece, x > 0))
+    alone = upper.get_lines()[0]
+    assert alone.get_label() == "one rank"
+    assert alone.get_marker() == "o"
+    assert whole_ticks(lower)
+    assert lower.get_xlim() == (-0.5, n - 0.5)
+    figure = upper.figure
+    right = upper.get_legend().get_window_extent().x1
+    assert right <= figure.bbox.x1
+    boxes = [text.get_window_extent() for text in lower.texts]
+    assert [text.get_text() for text in lower.texts] == [str(k) for k in range(n)]
+    assert not any(a.overlaps(b) for a, b in itertools.pairwise(boxes))
+
+
+def test_pieces_of_one_token_do_not_print_over_each_other(monkeypatch):
+    x, piece = np.zeros(400), np.minimum(np.arange(400), 7)
+    _, lower = drawn(monkeypatch, lambda: sample_png(x, x + 1, piece % 2, piece, x == 0))
+    assert [text.get_text() for text in lower.texts] == ["0"]
+
+
+@pytest.mark.filterwarnings("error")
+def test_returns_break_at_masked_tokens_only(monkeypatch):
+    """T = 10, R = 9, W = 2: pieces of tokens 0..2, 3..5 and 6..8."""
+    layout, mask = zigzag([10], [9], 2), [True] * 4 + [False] + [True] * 4
+    upper, lower = drawn(monkeypatch, lambda: returns_png(layout, 0, range(9), range(9), mask))
+    joined = {
+        (a, b)
+        for line in upper.get_lines()
+        for (a, y), (b, z) in itertools.pairwise(line.get_xydata())
+        if np.isfinite(y + z)
+    }
+    assert joined == {(0, 1), (1, 2), (2, 3), (5, 6), (6, 7), (7, 8)}
+    assert whole_ticks(lower)
+    (one, _) = drawn(monkeypatch, lambda: returns_png(zigzag([5], [1], 2), 0, [1.0], [1.0], [True]))
+    assert whole_ticks(one)
+    assert len(one.get_xticks()) >= 1
 
 
 def test_exit_codes_are_documented():
