@@ -43,7 +43,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ModuleNotFoundError as error:
         if error.name not in EXTRAS:
             raise
-        return _refuse(f"{error.name} is not installed; it comes with: pip install 'cp_returns[cli]'", BAD_CALL)
+        text = f"{error.name} is not installed; it comes with the extra 'cli': pip install '.[cli]' in the checkout"
+        return _refuse(text, BAD_CALL)
 
 
 def _refuse(text: str, code: int) -> int:
@@ -155,7 +156,7 @@ def _write_returns(out: Path, settings: Scenario, batch: Rollouts, report: Repor
         i = _telling(report.layout)
         how = f"{settings.layout}, {settings.strategy}, gamma {settings.gamma:g}"
         title = f"sample {batch.ids[i]}: REINFORCE++ returns, {how}"
-        mask = batch.loss_masks[i].tolist()
+        mask = batch.trained_masks[i].tolist()
         files["returns.png"] = returns_png(
             report.layout, i, returns[i].tolist(), report.alone.returns[i].tolist(), mask, title=title
         )
@@ -229,10 +230,9 @@ def _write_check(out: Path, title: str, report: CheckReport) -> None:
         title = f"{title}: {name}, dp {world.dp_size} x cp {world.cp_size}"
         ranks = [f"dp {d}, cp {r}" for d in range(world.dp_size) for r in range(world.cp_size)]
         files["differences.png"] = differences_png(case.excess, at.world_rank, at.sample, ranks, title=title)
-        worst = at.sample == at.sample[case.excess.argmax()] if len(case.excess) else at.sample == 0
+        worst = at.sample == case.worst_sample
         one = (x[worst] for x in (case.expected, case.got, at.rank, at.piece, case.off))
-        sample = int(at.sample[worst][0]) if worst.any() else 0
-        files["worst_sample.png"] = sample_png(*one, title=f"{title}, sample {sample}")
+        files["worst_sample.png"] = sample_png(*one, title=f"{title}, sample {case.worst_sample}")
     out.mkdir(parents=True, exist_ok=True)
     for name, content in files.items():
         (out / name).write_bytes(content)
@@ -252,6 +252,8 @@ def _layout(args: argparse.Namespace) -> int:
     if args.png is not None:
         from cp_returns.pictures import layout_png
 
+        if args.png.suffix.lower() != ".png":
+            raise UsageError(f"--png {args.png}: expected a name that ends in .png")
         if not args.png.absolute().parent.is_dir():
             raise UsageError(f"--png {args.png}: no such directory")
         picture = layout_png(layout, title=title)

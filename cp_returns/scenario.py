@@ -17,10 +17,12 @@ Every key has a default but `rollouts`, which --rollouts may give instead. An un
 
 import difflib
 import importlib.util
+import logging
 import math
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -29,9 +31,10 @@ import torch
 from torch import Tensor
 
 from cp_returns import reference, simulate
-from cp_returns.config import ReturnsConfig
+from cp_returns.clocks import CLOCKS
+from cp_returns.config import LAYOUTS, STRATEGIES, ReturnsConfig
 from cp_returns.kl import approx_kl
-from cp_returns.layout import Layout, contiguous, contiguous_pack, zigzag
+from cp_returns.layout import Layout, contiguous_pack
 from cp_returns.log_probs import slice_responses
 from cp_returns.module import ContextParallelReturns
 from cp_returns.rollouts import Rollouts, whole
@@ -40,10 +43,10 @@ Tick = Callable[[str, int, int], None]
 CALLS = 5
 
 CHOICES = {
-    "layout": ("zigzag", "contiguous", "contiguous_pack"),
-    "clock": ("token", "trainable", "turn"),
+    "layout": tuple(LAYOUTS),
+    "clock": CLOCKS,
     "kl": ("k1", "k2", "k3"),
-    "strategy": ("gather", "carry"),
+    "strategy": tuple(STRATEGIES),
 }
 
 
@@ -78,8 +81,7 @@ def make_layout(name: str, total_lengths, response_lengths, cp_size: int, *, mul
         unit = cp_size * multiple
         stream_length = -(-sum(total_lengths) // unit) * unit
         return contiguous_pack(total_lengths, response_lengths, cp_size, stream_length=stream_length)
-    per_sample = {"zigzag": zigzag, "contiguous": contiguous}[name]
-    return per_sample(total_lengths, response_lengths, cp_size, multiple=multiple)
+    return LAYOUTS[name](total_lengths, response_lengths, cp_size, multiple=multiple)
 
 
 def load(path: str | Path) -> Scenario:
@@ -95,7 +97,7 @@ def load(path: str | Path) -> Scenario:
         settings = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as error:
         raise ScenarioError(f"{path}: cannot be read ({error})") from None
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, ValueError, RecursionError) as error:  # the last two: a number or a nesting too long
         raise ScenarioError(f"{path}: not YAML ({' '.join(str(error).split())})") from None
     if not isinstance(settings, dict):
         raise ScenarioError(f"{path}: is {type(settings).__name__}; expected a mapping of settings")
@@ -120,8 +122,11 @@ def _check(key: str, value: Any, at: str) -> None:
     elif key in ("gamma", "kl_coef"):
         if not isinstance(value, (int, float)) or isinstance(value, bool) or (key == "gamma" and not 0 <= value <= 1):
             raise ScenarioError(f"{at}: is {value!r}; expected a number{' in [0, 1]' if key == 'gamma' else ''}")
-    elif not isinstance(value, int) or isinstance(value, bool) or value < (0 if key == "seed" else 1):
-        raise ScenarioError(f"{at}: is {value!r}; expected an integer of at least {0 if key == 'seed' else 1}")
+    elif key == "seed":
+        if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < 2**64:
+            raise ScenarioError(f"{at}: is {value!r}; expected an integer of at least 0 and below 2^64")
+    elif not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise ScenarioError(f"{at}: is {value!r}; expected an integer of at least 1")
 
 
 @dataclass(frozen=True)
@@ -166,25 +171,37 @@ def run(
     """
     layout = settings.layout_of(batch, cp_size)
     one = settings.layout_of(batch, 1)
-    alone = _measured(settings, batch, one, 0, "gather")
 
     def rank_fn(rank, all_gather):
-        return {name: _measured(settings, batch, layout, rank, name, all_gather) for name in CHOICES["strategy"]}
+        return {name: _measured(settings, batch, layout, rank, name, all_gather) for name in STRATEGIES}
 
     megatron = _has_megatron()
-    of_ranks = simulate.run(
-        rank_fn, cp_size, megatron=megatron, timeout=timeout, tick=lambda done: tick("ranks", done, cp_size)
-    )
+    with _without_warnings():
+        alone = _measured(settings, batch, one, 0, "gather")
+        of_ranks = simulate.run(
+            rank_fn, cp_size, megatron=megatron, timeout=timeout, tick=lambda done: tick("ranks", done, cp_size)
+        )
     if of_ranks is None:
         return None
     oracle = _oracle(settings, batch, tick)
     whole_alone = whole([alone.returns], one)
     strategies = {
-        name: _result([of_rank[name] for of_rank in of_ranks], layout, whole_alone, oracle)
-        for name in CHOICES["strategy"]
+        name: _result([of_rank[name] for of_rank in of_ranks], layout, whole_alone, oracle) for name in STRATEGIES
     }
     groups = "real Megatron groups" if megatron else "torch.distributed groups: megatron-core is not installed"
     return Report(layout, groups, _result([alone], one, whole_alone, oracle), strategies)
+
+
+@contextmanager
+def _without_warnings() -> Iterator[None]:
+    """Every call on every rank would log that rewards are missing; the report says it once."""
+    logger = logging.getLogger(ContextParallelReturns.__module__)
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
 
 
 @dataclass(frozen=True)

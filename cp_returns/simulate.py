@@ -35,9 +35,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from cp_returns.collectives import AllGather, over
 from cp_returns.errors import CPCollectiveError
 
-AllGather = Callable[[torch.Tensor], torch.Tensor]
 PATIENCE = 10.0  # seconds that the other ranks get to finish or to fail by themselves once one has failed
 _NOTE_BYTES = 256
 
@@ -83,6 +83,9 @@ class RankFailure(RuntimeError):
         if first.where:
             lines.append(f"rank {self.first} was at\n{first.where}")
         super().__init__("\n".join(lines))
+
+    def __reduce__(self):
+        return type(self), (self.outcomes,)
 
 
 def _blame(error: BaseException | None) -> int:
@@ -307,7 +310,7 @@ def in_processes(
                 theirs.close()
                 pipes.append(ours)
                 processes.append(process)
-            outcomes = _collect(processes, pipes, timeout, tick)
+            outcomes = _collect(processes, pipes, folder, timeout, tick)
         except BaseException:  # an interrupt, or no process to be had: do not wait for the ranks
             for process in processes:
                 process.kill()
@@ -320,7 +323,11 @@ def in_processes(
 
 
 def _child(fn, rank, n, cp_size, megatron, timeout, folder, note, pipe) -> None:
-    """One rank: join the group, run fn, send the outcome, wait for the others before the sockets close."""
+    """One rank: join the group, run fn, leave the outcome in a file, wait for the others before the sockets close.
+
+    Only the word that the file is complete goes through the pipe: reading a long message from it would wait without a
+    bound for a rank that is stopped in mid-sentence.
+    """
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     stack = open(Path(folder, f"stack{rank}"), "w")  # noqa: SIM115  (faulthandler needs it open to the end)
     faulthandler.enable(file=stack)
@@ -333,7 +340,8 @@ def _child(fn, rank, n, cp_size, megatron, timeout, folder, note, pipe) -> None:
         message, returned = pickle.dumps((True, fn(rank, gather))), True
     except BaseException as error:
         message, returned = _failure(error), False
-    pipe.send_bytes(message)
+    Path(folder, f"outcome{rank}").write_bytes(message)
+    pipe.send_bytes(b"complete")
     if returned:
         pipe.poll(1.0)  # peers may still be reading what this rank sent last
     faulthandler.cancel_dump_traceback_later()
@@ -345,8 +353,6 @@ def _child(fn, rank, n, cp_size, megatron, timeout, folder, note, pipe) -> None:
 
 def _join(rank, n, cp_size, megatron, timeout, store, note=lambda *text: None) -> RankGather:
     """Become a rank: the process group, Megatron's groups when asked for, and the all_gathers over them."""
-    from cp_returns.collectives import over
-
     if store is not None:
         # every rank is on this machine: do not wait for a name server to say so
         loopback = next((name for _, name in socket.if_nameindex() if name.startswith("lo")), None)
@@ -390,7 +396,7 @@ def _failure(error: BaseException) -> bytes:
     return message
 
 
-def _collect(processes, pipes, timeout: float, tick) -> list[Outcome]:
+def _collect(processes, pipes, folder: str, timeout: float, tick) -> list[Outcome]:
     """Every rank's outcome: waits `timeout` seconds, `PATIENCE` after the first failure, then stops who is left."""
     start = time.monotonic()
     deadline = start + timeout
@@ -400,7 +406,7 @@ def _collect(processes, pipes, timeout: float, tick) -> list[Outcome]:
         ready = connection.wait(list(waiting), timeout=min(0.1, max(0.0, deadline - time.monotonic())))
         for pipe in ready:
             rank = waiting[pipe]
-            outcomes[rank] = _received(rank, pipe, processes[rank])
+            outcomes[rank] = _received(rank, pipe, processes[rank], folder)
             if outcomes[rank].error is not None:
                 deadline = min(deadline, time.monotonic() + PATIENCE)
         if tick:
@@ -415,14 +421,19 @@ def _collect(processes, pipes, timeout: float, tick) -> list[Outcome]:
     return [outcomes[r] for r in range(len(pipes))]
 
 
-def _received(rank: int, pipe, process) -> Outcome:
+def _received(rank: int, pipe, process, folder: str) -> Outcome:
     try:
-        returned, content = pickle.loads(pipe.recv_bytes())
+        pipe.recv_bytes()
     except (EOFError, OSError):
         process.join(1.0)
         code = process.exitcode
         how = f"was killed by {signal.Signals(-code).name}" if code and code < 0 else f"ended with exit code {code}"
         return Outcome(rank, error=RankDied(f"{how} before it had a result"))
+    try:
+        returned, content = pickle.loads(Path(folder, f"outcome{rank}").read_bytes())
+    except Exception as error:  # whatever the value's own code raises
+        unread = RuntimeError(f"its result cannot be unpickled: {type(error).__name__}: {error}")
+        return Outcome(rank, error=unread)
     if returned:
         return Outcome(rank, value=content)
     return Outcome(rank, error=content[0], where=content[1])

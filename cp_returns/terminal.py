@@ -3,6 +3,7 @@
 Needs rich (the `cli` extra), so that `cli` imports this module only inside its commands.
 """
 
+import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -56,15 +57,17 @@ def print_report(settings: Scenario, batch: Rollouts, report: Report) -> None:
     """The batch, what each rank held and sent, and how far the results are from one rank and from the oracle."""
     console = _console()
     tokens = sum(batch.response_lengths)
-    trained = sum(int(mask.sum()) for mask in batch.loss_masks)
+    trained = sum(int(mask.sum()) for mask in batch.trained_masks)
+    missing = sum(map(math.isnan, batch.rewards))
+    left_out = f" (samples without a reward, fully masked: {missing})" if missing else ""
     rectangle = batch.num_samples * max(batch.response_lengths, default=0)
     kl = "KL as given" if batch.log_probs is None else settings.kl
     verdict = "[green]the ranks agree[/green]" if report.agrees else "[bold red]the ranks DISAGREE[/bold red]"
     lines = (
         f"[bold]REINFORCE++ returns, {settings.layout} over {report.layout.cp_size} ranks[/bold] ({report.groups})",
         f"gamma {settings.gamma:g}, {settings.clock} clock, kl_coef {settings.kl_coef:g} ({kl})",
-        f"{batch.num_samples} samples, {tokens:,} response tokens, {trained:,} of them trained; {batch.note}",
-        f"padded over real tokens of a rectangle: {rectangle / max(tokens, 1):.2f}",
+        f"{batch.num_samples} samples, {tokens:,} response tokens, {trained:,} of them trained{left_out}; {batch.note}",
+        f"padded to the longest response the batch would have {rectangle / max(tokens, 1):.2f} times as many tokens",
     )
     console.print("\n".join(lines), highlight=False, soft_wrap=True)
     console.print(_rank_table(report))
@@ -159,7 +162,8 @@ def print_check(title: str, report: "check.Report") -> None:
                 Text(finding.kind, style="bold red") if finding else Text(reference, style="green"),
             )
     console.print(table)
-    verdict = "[green]agrees[/green]" if report.agrees else "[bold red]DIFFERS[/bold red]"
-    console.print(f"the function {verdict} with one rank (ranks in {report.run})", highlight=False)
+    verdict = "[green]agrees[/green] with" if report.agrees else "[bold red]DIFFERS[/bold red] from"
+    verdict = "[bold red]HANGS[/bold red] beside" if report.hangs else verdict
+    console.print(f"the function {verdict} one rank (ranks in {report.run})", highlight=False)
     if not report.agrees:
         console.print(Text("\n" + "\n\n".join(str(report).split("\n\n")[1:])), soft_wrap=True)

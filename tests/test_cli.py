@@ -2,6 +2,7 @@
 
 import builtins
 import json
+import logging
 import os
 import re
 import subprocess
@@ -11,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from cp_returns import scenario
+from cp_returns import pictures, scenario
 from cp_returns.cli import main
 from cp_returns.context import CPContext
 
@@ -68,7 +69,7 @@ def test_simulate_writes_the_right_returns_and_a_picture(tmp_path, rollouts, con
     assert (out / "returns.png").read_bytes().startswith(PNG)
     text = capsys.readouterr().out
     assert "3 samples, 76 response tokens, 74 of them trained; KL from rollouts.jsonl" in text
-    assert "padded over real tokens of a rectangle: 2.76" in text  # 3 * 70 / 76
+    assert "padded to the longest response the batch would have 2.76 times as many tokens" in text  # 3 * 70 / 76
     assert "the ranks agree" in text
 
 
@@ -103,12 +104,28 @@ def test_seeded_log_probs_are_reported(tmp_path, config, capsys):
     assert "log-probs SEEDED (seed 0): shapes.jsonl holds shapes only" in capsys.readouterr().out
 
 
-def test_an_empty_file_is_a_batch_of_none(tmp_path, config, capsys):
+def test_a_missing_reward_is_told_once_and_its_tokens_are_not_trained(tmp_path, config, capfd, monkeypatch):
+    monkeypatch.setattr(logging.getLogger(), "handlers", [])  # as in a shell: warnings go to stderr, of the ranks too
+    drawn = []
+    monkeypatch.setattr(pictures, "returns_png", lambda *args, **_: drawn.append(args[-1]) or PNG)
+    line = {"prompt_len": 5, "response_len": 4, "kl": [0.0] * 4}
+    (tmp_path / "null.jsonl").write_text("".join(json.dumps(line | {"reward": r}) + "\n" for r in (None, 1.0)))
+    path, out = config(cp_size=2, rollouts="null.jsonl"), tmp_path / "out"
+    assert main(["simulate", "--config", path, "--out", str(out)]) == 0
+    shown = capfd.readouterr()
+    assert "8 response tokens, 4 of them trained (samples without a reward, fully masked: 1)" in shown.out
+    assert "no reward" not in shown.err
+    assert returns_in(out) == {"1": [0] * 4, "2": [1] * 4}
+    assert drawn == [[False] * 4]
+    assert logging.getLogger("cp_returns.module").level == logging.NOTSET
+
+
+def test_an_empty_file_is_refused(tmp_path, config, capsys):
     (tmp_path / "empty.jsonl").write_text("")
     out = tmp_path / "out"
-    assert main(["simulate", "--config", config(cp_size=2, rollouts="empty.jsonl"), "--out", str(out)]) == 0
-    assert "0 samples" in capsys.readouterr().out
-    assert (out / "returns.jsonl").read_text() == ""
+    assert main(["simulate", "--config", config(cp_size=2, rollouts="empty.jsonl"), "--out", str(out)]) == 2
+    assert "empty.jsonl: holds no sample" in capsys.readouterr().err
+    assert not out.exists()
 
 
 @pytest.mark.parametrize("spoilt", ["gather", "carry"])
@@ -141,6 +158,9 @@ BAD_CONFIGS = {
     "not yaml": ("a: [1\n", "not YAML"),
     "a list": ("- 1\n", "is list; expected a mapping"),
     "empty": ("", "is NoneType; expected a mapping"),
+    "nested": ("[" * 100_000, "not YAML"),
+    "a number of 5,000 digits": (f"gamma: {'9' * 5000}", "not YAML"),
+    "huge seed": (f"seed: {2**64}\n", "key 'seed': is 18446744073709551616; expected .* below 2\\^64"),
     "no rollouts": ("cp_size: 2\n", "names no rollouts; give --rollouts FILE"),
     "absent rollouts": ("rollouts: none.jsonl\n", "none.jsonl: no such file"),
 }
@@ -191,10 +211,18 @@ def test_a_missing_extra_is_named_with_the_command_that_installs_it(
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setattr(builtins, "__import__", without)
     assert main(["simulate", "--config", path, "--out", str(tmp_path / "out")]) == 2
-    assert f"{module} is not installed; it comes with: pip install 'cp_returns[cli]'" in capsys.readouterr().err
+    assert (
+        f"{module} is not installed; it comes with the extra 'cli': pip install '.[cli]' in the checkout"
+        in capsys.readouterr().err
+    )
 
 
 SHIPPED = sorted((ROOT / "configs").glob("*.yaml"))
+
+
+def test_the_largest_seed_is_taken(tmp_path, config):
+    (tmp_path / "shapes.jsonl").write_text('{"prompt_len": 5, "response_len": 9}\n')
+    assert main(["simulate", "--config", config(cp_size=1, seed=2**64 - 1, rollouts="shapes.jsonl")]) == 0
 
 
 def test_the_shipped_scenarios_cover_every_choice():
@@ -280,6 +308,10 @@ def test_bad_layouts_write_nothing(tmp_path, capsys):
         main(["layout", "--total", "5", "--response", "4", "--cp", "2", "--png", str(tmp_path / "no" / "x.png")]) == 2
     )
     assert "no such directory" in capsys.readouterr().err
+    other = tmp_path / "layout.xyz"
+    assert main(["layout", "--total", "5", "--response", "4", "--cp", "2", "--png", str(other)]) == 2
+    assert "layout.xyz: expected a name that ends in .png" in capsys.readouterr().err
+    assert not other.exists()
     with pytest.raises(SystemExit) as stopped:
         main(["layout", "--total", "5", "--response", "4", "--cp", "0"])
     assert stopped.value.code == 2

@@ -50,7 +50,18 @@ def test_defaults_of_absent_fields(tmp_path):
     assert batch.group_ids == [0, 1, 2]
     assert batch.kl[0].tolist() == [0.5, 1]
     assert batch.log_probs is None
-    assert read(written(tmp_path)).num_samples == 0
+    assert [mask.tolist() for mask in batch.trained_masks] == [[True, True], [False, False], []]
+
+
+def test_other_fields_are_ignored(tmp_path):
+    """Those of the real files, and the text that a line's tokens stand for."""
+    names = "source model tokenizer length_kind turns trained_tokens unit trained prompt response tokens uid"
+    line = (
+        GOOD | dict.fromkeys(names.split(), "x") | {"logp": [-1] * 3, "ref_logp": [-1] * 3, "ref_logp_int4": [-2] * 3}
+    )
+    batch = read(written(tmp_path, line))
+    assert batch.log_probs[0].tolist() == [-1, -1, 0, -1]
+    assert batch.rewards == [1.5]
 
 
 def test_shapes_without_log_probs_get_seeded_ones_and_the_note_says_so(tmp_path):
@@ -86,8 +97,31 @@ BAD = {
     "span of three": (GOOD | {"loss_mask_spans": [[0, 1, 2]]}, "'loss_mask_spans': item 0 is"),
     "spans a number": (GOOD | {"loss_mask_spans": 3}, "'loss_mask_spans': item 0 is 3"),
     "infinite reward": (GOOD | {"reward": math.inf}, "field 'reward': is inf; expected a finite number"),
+    "reward beyond float32": (GOOD | {"reward": 1e39}, "field 'reward': is 1e\\+39; expected a finite number"),
+    "reward of 400 digits": (GOOD | {"reward": int("9" * 400)}, "field 'reward': is 99.*; expected a finite number"),
+    "reward of 5,000 digits": (
+        '{"prompt_len": 3, "response_len": 4, "reward": ' + "9" * 5000 + "}",
+        "'reward': is inf",
+    ),
+    "reward not a number": (GOOD | {"reward": math.nan}, "field 'reward': is nan; expected .* or null where"),
+    "prompt too long": (GOOD | {"prompt_len": 10**30}, "field 'prompt_len': is 10+; expected .* at most 100,000,000"),
+    "no memory for it": (GOOD | {"response_len": 10**13}, "field 'response_len': is 10+; expected .* at most 100,000,"),
+    "nested": ("[" * 100_000, "line 2: is nested too deeply"),
+    "kl beside logp": (GOOD | {"kl": [0] * 3, "logp": [0] * 3}, "field 'kl': stands beside logp; expected one or"),
+    "reference alone": (GOOD | {"ref_logp": [0] * 3}, "field 'logp': is missing; expected .* ref_logp goes with"),
+    "value beyond float32": (GOOD | {"kl": [0, 1e39, 0]}, "field 'kl': item 1 is 1e\\+39; expected a finite number"),
+    "kl of 400 digits": (GOOD | {"kl": [0, 0, -int("9" * 400)]}, "field 'kl': item 2 is -99.*; expected a finite"),
+    "misspelt": (GOOD | {"rewrd": 1}, "field 'rewrd': unknown, and close to 'reward'"),
+    "misspelt mask": (GOOD | {"loss_mask_span": []}, "field 'loss_mask_span': unknown, and close to 'loss_mask_spans'"),
+    "in capitals": (GOOD | {"KL": [0] * 3}, "field 'KL': unknown, and close to 'kl'"),
+    "a dump's name": (GOOD | {"log_probs": [0] * 3}, "field 'log_probs': unknown, and close to 'logp'"),
+    "another reference": (GOOD | {"ref_logprobs": [0] * 3}, "field 'ref_logprobs': unknown, and close to 'ref_logp'"),
+    "half a surrogate": (GOOD | {"id": "\ud800"}, r"field 'id': is '\\ud800'; expected a string of Unicode text"),
     "reward a string": (GOOD | {"reward": "1"}, "field 'reward': is '1'"),
-    "group a list": (GOOD | {"group": [1]}, "field 'group': is \\[1\\]; expected a string or an integer"),
+    "group a list": (
+        GOOD | {"group": [1]},
+        "field 'group': is \\[1\\]; expected a string of Unicode text or an integer",
+    ),
     "logp alone": (GOOD | {"logp": [-1, -1, -1]}, "field 'ref_logp': is missing"),
     "kl too long": (GOOD | {"kl": [0] * 5}, "'kl': has 5 numbers; expected .* response_len = 4 .* 3 trained"),
     "kl a number": (GOOD | {"kl": 0.1}, "field 'kl': is 0.1; expected a list"),
@@ -111,6 +145,17 @@ def test_a_file_that_is_absent_or_not_text(tmp_path):
     (tmp_path / "binary.jsonl").write_bytes(b"\xff\xfe\x00")
     with pytest.raises(RolloutError, match="not UTF-8"):
         read(tmp_path / "binary.jsonl")
+    with pytest.raises(RolloutError, match="is a directory; expected a file"):
+        read(tmp_path)
+    with pytest.raises(RolloutError, match=r"/proc/self/mem: cannot be read \("):
+        read("/proc/self/mem")
+
+
+@pytest.mark.parametrize("text", ["", "\n \n"])
+def test_a_file_without_a_sample_is_refused(tmp_path, text):
+    (tmp_path / "empty.jsonl").write_text(text)
+    with pytest.raises(RolloutError, match=r"empty\.jsonl: holds no sample"):
+        read(tmp_path / "empty.jsonl")
 
 
 # slime's train dumps
@@ -163,6 +208,7 @@ def test_a_slime_dump_without_a_reference_has_no_kl(tmp_path):
     assert read(saved(tmp_path, {"samples": [alone | {"kl": torch.ones(3)}]})).kl[0].tolist() == [1, 1, 1]
 
 
+@pytest.mark.filterwarnings("ignore:Casting complex")  # only a warning outside of the tests
 @pytest.mark.parametrize(
     ("change", "expected"),
     [
@@ -171,6 +217,20 @@ def test_a_slime_dump_without_a_reference_has_no_kl(tmp_path):
             r"sample 0, field 'log_probs': has shape \[2\]; expected the whole response, \[3\]",
         ),
         ({"loss_masks": torch.tensor([1, 0, 0.5])}, "sample 0, field 'loss_mask'"),
+        ({"loss_masks": "101"}, "sample 0, field 'loss_mask': is '101'; expected numbers, one a token"),
+        ({"loss_masks": [[1], [1, 0]]}, r"sample 0, field 'loss_mask': is \[\[1\], \[1, 0\]\]; expected numbers"),
+        ({"log_probs": "abc"}, "sample 0, field 'log_probs': is 'abc'; expected numbers, one a token"),
+        ({"log_probs": {}}, "sample 0, field 'log_probs': is {}; expected numbers"),
+        (
+            {"log_probs": torch.zeros(3, dtype=torch.complex64)},
+            "sample 0, field 'log_probs': is tensor.*; expected num",
+        ),
+        ({"log_probs": torch.zeros(3).to_sparse()}, "sample 0, field 'log_probs': is tensor.*"),
+        ({"values": torch.tensor([0, 0, 1e39], dtype=torch.float64)}, "field 'values': token 2 is inf; expected a fin"),
+        ({"rewards": torch.ones(2)}, r"sample 0, field 'reward': is tensor\(\[1., 1.\]\); expected a finite number"),
+        ({"rewards": 1e39}, "sample 0, field 'reward': is 1e\\+39; expected a finite number"),
+        ({"group_index": [1]}, r"sample 0, field 'group_index': is \[1\]; expected a string"),
+        ({"group_index": {}}, "sample 0, field 'group_index': is {}; expected a string"),
         ({"response_lengths": None}, "sample 0, field 'response_length': is None"),
         ({"total_lengths": 3}, "sample 0, field 'total_length': is 3; expected an integer of at least 4"),
         ({"rewards": math.inf}, "sample 0, field 'reward': is inf"),
@@ -181,6 +241,35 @@ def test_a_bad_sample_of_a_dump_is_named(tmp_path, change, expected):
         read(saved(tmp_path, {"samples": [SAMPLE | change]}))
     with pytest.raises(RolloutError, match="field 'samples'"):
         read(saved(tmp_path, {"weights": torch.zeros(2)}))
+
+
+def test_numbers_of_a_dump_may_be_tensors(tmp_path):
+    """Equal group_index tensors are one group, and NaN is a reward that a tensor has no null for."""
+    sample = SAMPLE | {"group_index": torch.tensor(3), "response_lengths": torch.tensor(3)}
+    batch = read(saved(tmp_path, {"samples": [sample, sample | {"rewards": torch.tensor(math.nan)}]}))
+    assert batch.group_ids == [0, 0]
+    assert batch.rewards[0] == 2
+    assert math.isnan(batch.rewards[1])
+    columns = {name: [value, value] for name, value in SAMPLE.items()}
+    columns |= {"rewards": torch.tensor([1.0, 2.0]), "response_lengths": torch.tensor([3, 3])}
+    assert read(saved(tmp_path, {"rollout_data": columns})).rewards == [1, 2]
+
+
+@pytest.mark.parametrize(
+    ("columns", "expected"),
+    [
+        ({}, "holds no sample"),
+        ({"response_lengths": 3}, "field 'response_lengths': is 3; expected a list with one entry a sample"),
+        (
+            {"response_lengths": [3, 3], "rewards": [1.0]},
+            "field 'rewards': has length 1; expected one entry a sample, 2",
+        ),
+        ({"rewards": [1.0]}, "sample 0, field 'response_length': is missing"),
+    ],
+)
+def test_bad_columns_of_a_dump_are_named(tmp_path, columns, expected):
+    with pytest.raises(RolloutError, match=expected):
+        read(saved(tmp_path, {"rollout_data": columns}))
 
 
 class Hostile:

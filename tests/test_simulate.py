@@ -178,6 +178,68 @@ def test_an_error_that_cannot_travel_still_arrives_as_text():
         in_processes(fn, 2)
 
 
+def test_a_rank_stopped_while_its_result_is_on_its_way_is_not_waited_for():
+    """The rank stops itself once the parent has read some of its 100 MB; after 20 s it would be killed."""
+
+    def fn(rank, all_gather):
+        def read_by_parent() -> int:
+            return int(Path(f"/proc/{os.getppid()}/io").read_text().split()[1])  # rchar
+
+        def stop():
+            while read_by_parent() - start < 5_000_000:
+                pass
+            os.kill(os.getpid(), signal.SIGSTOP)
+
+        if rank == 1:
+            start = read_by_parent()
+            threading.Thread(target=stop, daemon=True).start()
+            return bytes(100_000_000)
+        return rank
+
+    watchdog = threading.Timer(20, lambda: [process.kill() for process in multiprocessing.active_children()])
+    watchdog.start()
+    start = time.monotonic()
+    try:
+        assert [type(value) for value in in_processes(fn, 2, timeout=5)] == [int, bytes]
+    finally:
+        watchdog.cancel()
+    assert time.monotonic() - start < 15
+
+
+class Unreadable:
+    def __init__(self, error):
+        self.error = error
+
+    def __reduce__(self):
+        return unreadable, (self.error,)
+
+
+def unreadable(error):
+    raise error
+
+
+@pytest.mark.parametrize("error", [ValueError("boom"), EOFError("boom")])
+def test_a_result_that_cannot_be_unpickled_is_the_ranks_failure(error):
+    text = f"rank 1: RuntimeError: its result cannot be unpickled: {type(error).__name__}: boom"
+    with pytest.raises(RankFailure, match=text) as caught:
+        in_processes(lambda rank, all_gather: Unreadable(error) if rank else rank, 2)
+    assert (caught.value.first, caught.value.kind) == (1, "raised")
+    assert caught.value.outcomes[0].value == 0
+
+
+def test_a_failure_can_be_a_result():
+    def fn(rank, all_gather):
+        try:
+            in_threads(lambda rank, all_gather: 1 // rank, 2)
+        except RankFailure as failure:
+            return failure
+
+    for failure in in_processes(fn, 2):
+        assert (failure.first, failure.kind) == (0, "raised")
+        assert isinstance(failure.outcomes[0].error, ZeroDivisionError)
+        assert "integer division" in str(failure)
+
+
 def test_threads_need_one_shape_and_dtype_and_get_copies():
     with pytest.raises(
         RankFailure, match=r"one dtype and shape on all ranks, got \{0: 'float32 \[1\]', 1: 'float32 \[2\]'"
