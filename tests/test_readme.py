@@ -29,7 +29,7 @@ def block(words: str) -> str:
 
 
 def test_the_twelve_lines_run():
-    names = {"torch": torch}
+    names = {}
     exec(compile(block("rewards=[1.0],  # one a sample"), "README.md", "exec"), names)
     out = names["out"]
     # KL .1 .2 .1 at .01, reward 1; whitened by the mean .99733 and sqrt(2.3333e-6 + 1e-8).
