@@ -120,7 +120,8 @@ def admit(
         return _refused(Facts(settings, lengths, problem=problem), cp.layout, device)
     layout, device = cp.layout, full_mask.device
     loss_mask, checks = _mask(full_mask.detach(), layout)
-    x, data, more = _rewards(rewards, layout.num_samples, device)
+    dtype = result_dtype(*(y for y in tokens.values() if y is not None))
+    x, data, more = _rewards(rewards, layout.num_samples, device, dtype)
     data, checks, lib = {"loss_mask": loss_mask, **data}, checks + more, library(x)
     missing = lib.isnan(x)
     kept = ~missing
@@ -139,6 +140,9 @@ def admit(
     data |= {key: value.detach().to(device) for key, value in samples.items() if value is not None}
     bootstrap, more = _bootstrap(data.get("bootstrap"))
     checks += more
+    if "baselines" in data:  # before the rewards, from which it has been taken
+        y = data["baselines"]
+        checks.insert(0, check_samples("baselines", y, ~y.isfinite(), "a finite number"))
     here = cut(mask, layout, cp.rank)
     keep = as_bits(here)
     token_rewards = tokens.get("token_rewards")
@@ -178,14 +182,17 @@ def admit(
     )
 
 
-def _rewards(rewards: Tensor | None, samples: int, device: torch.device) -> tuple[Array, dict[str, Array], list[Check]]:
-    """(float64, what ranks compare of them, checks); 0 where none are given."""
+def _rewards(
+    rewards: Tensor | None, samples: int, device: torch.device, dtype: torch.dtype
+) -> tuple[Array, dict[str, Array], list[Check]]:
+    """(float64, what ranks compare of them, checks); 0 where none are given. dtype: of the results, which hold them."""
     if rewards is None:
         return native(torch.zeros(samples, dtype=torch.float64, device=device)), {}, []
     x = native(rewards.detach().to(device, torch.float64))
     lib = library(x)
     x = lib.where(lib.isnan(x), lib.nan, x)  # NaN has many bit patterns
-    check = check_samples("reward", x, lib.isinf(x), "a finite number, or NaN where it is missing")
+    finite = f"a finite number in {str(dtype).removeprefix('torch.')}, or NaN where it is missing"
+    check = check_samples("reward", x, abs(x) > torch.finfo(dtype).max, finite)
     return x, {"reward": x}, [check]
 
 
@@ -338,7 +345,7 @@ def _in_range(name: str, x: Tensor) -> Check:
 
 
 def _total(x: Tensor) -> Array:
-    total = native(x.sum(dtype=x.dtype if x.dtype in _FLOATS[2:] else torch.float32))
+    total = native(x.sum(dtype=x.dtype if x.dtype in (torch.float32, torch.float64) else torch.float32))
     return total if x.is_cuda or np.isfinite(total) else native(x.sum(dtype=torch.float64))
 
 

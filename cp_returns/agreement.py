@@ -167,7 +167,7 @@ def _exchange_headers(
     differ = compared.count(compared[0]) < len(compared)
     statuses, sizes = headers[:, :_COMPARED].T.tolist()
     if differ or any(statuses):
-        raise_together(all_gather, facts, where=where, differ=differ, device=tensor(data).device)
+        _raise_together(all_gather, facts, where, differ, tensor(data).device)
     facts.told.append(sums)
     return envelopes, sizes
 
@@ -180,9 +180,7 @@ def refuse(
     agree(all_gather, Facts(problem=problem), nothing, step=step, where=where, size=size)
 
 
-def raise_together(
-    all_gather: AllGather, facts: Facts, *, where: str, differ: bool = False, device: torch.device | None = None
-) -> None:
+def _raise_together(all_gather: AllGather, facts: Facts, where: str, differ: bool, device: torch.device) -> None:
     """All ranks come here when a check failed somewhere or facts differ: exchange the details and raise one error.
 
     Returns only if each failed check was a false alarm.
@@ -192,7 +190,7 @@ def raise_together(
     if text is None and differ:
         digests = torch.tensor([_digest(json.dumps(row).encode()) for row in _samples(facts)], dtype=torch.int64)
         if len(digests):  # as many as on all ranks, else that was the first difference
-            all_digests = call(all_gather, digests.to(device or digests.device), "agreement, samples").cpu()
+            all_digests = call(all_gather, digests.to(device), "agreement, samples").cpu()
             unequal = (all_digests != all_digests[0]).any(dim=0).nonzero()
             first = int(unequal[0]) if len(unequal) else 0
             text = _first_difference(_tell(all_gather, facts, device, first), where)
@@ -203,12 +201,12 @@ def raise_together(
         raise error
 
 
-def _tell(all_gather: AllGather, facts: Facts, device: torch.device | None, first: int = 0) -> list[dict]:
+def _tell(all_gather: AllGather, facts: Facts, device: torch.device, first: int = 0) -> list[dict]:
     """All ranks' details; those of samples begin with sample `first`."""
     details = _details(facts, first)
     box = torch.zeros(DETAILS, dtype=torch.uint8)
     box[: len(details)] = torch.frombuffer(bytearray(details), dtype=torch.uint8)
-    boxes = call(all_gather, box.to(device or box.device), "agreement, details").cpu()
+    boxes = call(all_gather, box.to(device), "agreement, details").cpu()
     return [json.loads(row.numpy().tobytes().rstrip(b"\0")) for row in boxes]
 
 

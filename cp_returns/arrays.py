@@ -42,7 +42,7 @@ def like(index: np.ndarray, x: Array) -> Array:
 def quiet(function: Function) -> Function:
     """The function without numpy's warnings: what is not finite is refused by admission, or was asked for.
 
-    Each gets an `errstate` of its own, which before numpy 2 cannot be entered twice.
+    Each gets an `errstate` of its own: before numpy 2, one that is entered twice restores the wrong state.
     """
     return np.errstate(over="ignore", under="ignore", invalid="ignore")(function)
 

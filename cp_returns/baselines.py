@@ -6,6 +6,7 @@ from torch import Tensor
 
 from cp_returns.agreement import Facts, Problem, agree_ragged, check_samples, refuse
 from cp_returns.collectives import AllGather, alone
+from cp_returns.groups import device_of
 
 CENTERS = ("mean", "loo", "opo")
 SCALES = ("none", "std", "loo_std")
@@ -39,13 +40,14 @@ def group_advantage(
     over ranks, permutes the bits. `all_gather` is over the data-parallel ranks that share groups, which may hold
     different numbers of samples; it is called once (a second time when 32 bytes a sample do not fit in 16 KiB).
 
-    Raises CPInputError, on all ranks alike: settings that are unknown or differ, shapes, an infinite reward, a
-    sample_mask value other than 0 and 1.
+    Raises CPInputError, on all ranks alike: settings that are unknown or differ, shapes, an infinite reward, a length
+    that is negative or infinite, a sample_mask value other than 0 and 1.
     """
     settings = {"center": center, "scale": scale, "ddof": ddof, "eps": eps, "singleton": singleton}
     problem = _first_problem(rewards, group_ids, sample_mask, lengths, settings)
     if problem is not None:
-        refuse(all_gather, problem, rewards.device, step="group baseline", where="rank")
+        device = rewards.device if isinstance(rewards, Tensor) else device_of(all_gather)
+        refuse(all_gather, problem, device, step="group baseline", where="rank")
     x = rewards.detach().double()
     given = torch.ones_like(x) if sample_mask is None else sample_mask.detach().to(x)
     weight = torch.ones_like(x) if lengths is None else lengths.detach().to(x)
@@ -54,6 +56,7 @@ def group_advantage(
         settings=settings,
         checks=[
             check_samples("sample_mask", given, (given != 0) & (given != 1), "0 or 1"),
+            check_samples("lengths", weight, ~((weight >= 0) & (weight < torch.inf)), "a number that is at least 0"),
             check_samples("reward", x, x.isinf() & (given != 0), "a finite number, or NaN where it is missing"),
         ],
     )
@@ -170,11 +173,17 @@ def _first_problem(rewards, group_ids, sample_mask, lengths, settings: dict) -> 
     for name, allowed in (("center", CENTERS), ("scale", SCALES), ("singleton", SINGLETONS), ("ddof", (0, 1))):
         if settings[name] not in allowed:
             return Problem(name, repr(settings[name]), f"one of {', '.join(map(repr, allowed))}")
+    eps = settings["eps"]
+    if not isinstance(eps, int | float) or not 0 <= eps < float("inf"):
+        return Problem("eps", repr(eps), "a number that is at least 0")
     if settings["center"] == "opo" and lengths is None:
         return Problem("lengths", None, "the valid tokens of each sample: center 'opo' weighs rewards by them")
-    if group_ids.dtype.is_floating_point:
-        return Problem("dtype of group_ids", group_ids.dtype, "int64")
-    for name, x in (("rewards", rewards), ("group_ids", group_ids), ("sample_mask", sample_mask), ("lengths", lengths)):
-        if x is not None and tuple(x.shape) != (rewards.numel(),):
+    optional = {name: x for name, x in (("sample_mask", sample_mask), ("lengths", lengths)) if x is not None}
+    for name, x in {"rewards": rewards, "group_ids": group_ids, **optional}.items():
+        if not isinstance(x, Tensor):
+            return Problem(name, f"a {type(x).__name__}", "a tensor, one number a sample")
+        if x.is_complex() or (name == "group_ids" and x.is_floating_point()):
+            return Problem(f"dtype of {name}", x.dtype, "int64" if name == "group_ids" else "a real dtype")
+        if tuple(x.shape) != (rewards.numel(),):
             return Problem(f"shape of {name}", list(x.shape), f"[{rewards.numel()}], one a sample")
     return None

@@ -82,15 +82,15 @@ def plan(lengths: Lengths, *, one: bool = False) -> Iterator[Group]:
         before = block_ends[stop - 1] - TILE
         start = 0 if one else min(stop - 1, int(np.searchsorted(block_ends - blocks, before)))
         part = slice(start, stop)
-        begin_ = int(ends[start] - size[start])
+        begin = int(ends[start] - size[start])
         if stop - start > 1 or one or blocks[start] <= TILE:
             if blocks[part].any():
-                tokens = slice(begin_, int(ends[stop - 1]))
+                tokens = slice(begin, int(ends[stop - 1]))
                 yield _group(tokens, part, size[part], int(block_ends[stop - 1]), continues=False)
         else:
             step = TILE * BLOCK
-            for end in range(int(ends[start]), begin_, -step):
-                tokens = slice(max(begin_, end - step), end)
+            for end in range(int(ends[start]), begin, -step):
+                tokens = slice(max(begin, end - step), end)
                 last = int(block_ends[start]) - (int(ends[start]) - end) // BLOCK
                 yield _group(tokens, part, np.array([tokens.stop - tokens.start]), last, continues=end < ends[start])
         stop = start

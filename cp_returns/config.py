@@ -101,13 +101,17 @@ class ReturnsConfig:
             ("group_ddof", (None, 0, 1)),
             ("singleton", (None, *SINGLETONS)),
             ("whiten", (False, True)),
+            *((f"whiten_{name}", (None, False, True)) for name in ("center", "shift_mean", "scale")),
             ("whiten_weight", (None, "token", "sequence")),
             ("whiten_ddof", (None, 0) if self.whiten_weight == "sequence" else (None, 0, 1)),
             ("whiten_eps_mode", (None, *EPS_MODES)),
         ):
-            if getattr(self, name) not in allowed:
+            value = getattr(self, name)
+            if not isinstance(value, str | int | None) or value not in allowed:
                 words = ", ".join(repr(word) for word in allowed if word is not None)
-                raise CPInputError(f"{name} is {getattr(self, name)!r}; expected one of {words}")
+                raise CPInputError(f"{name} is {value!r}; expected one of {words}")
+        if not isinstance(self.multiple, int) or self.multiple < 1:
+            raise CPInputError(f"multiple is {self.multiple!r}; expected at least 1, a whole number")
         for name in ("whiten_eps", "group_eps", "kl_clamp"):
             value = getattr(self, name)
             positive = name == "kl_clamp"
@@ -134,6 +138,7 @@ class ReturnsConfig:
             (("kl_clamp",), self.kl is None, "without kl, the estimator of the KL"),
             (("lam",), self.lam_alpha is not None, "with lam_alpha, which takes its place"),
             (("whiten_shift_mean",), self.whiten_center is False, "with whiten_center=False, which takes no mean away"),
+            (("whiten_scale",), self.whiten_center is False, "with whiten_center=False, which only scales"),
         ):
             for name in names:
                 if unused and getattr(self, name) is not None:

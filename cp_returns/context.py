@@ -36,6 +36,7 @@ from cp_returns.scan import Odd, begin, finish, scan
 Formula = Callable[..., tuple[Tensor, ...]]
 Inputs = tuple[Tensor | None, ...]
 PerSample = float | Float64[Tensor, " samples"]
+WHERE = "CP rank"  # what an error calls a rank
 
 
 def gather(cp: "CPContext", facts: Facts, formula: Formula, inputs: Inputs) -> tuple[Tensor, ...]:
@@ -46,7 +47,7 @@ def gather(cp: "CPContext", facts: Facts, formula: Formula, inputs: Inputs) -> t
     """
     if cp.agreement == "full":
         nothing = torch.zeros(0, dtype=torch.uint8, device=cp.device(facts, inputs))
-        agree(cp.all_gather, facts, nothing, step="agreement", where=cp.where)
+        agree(cp.all_gather, facts, nothing, step="agreement", where=WHERE)
     width = max(1, *cp.layout.sizes)
     whole: Inputs = inputs
     if any(x is not None for x in inputs):
@@ -56,10 +57,10 @@ def gather(cp: "CPContext", facts: Facts, formula: Formula, inputs: Inputs) -> t
 
 
 def carry(cp: "CPContext", facts: Facts, formula: Formula, inputs: Inputs) -> tuple[Tensor, ...]:
-    """Run the formula on own pieces; its scan exchanges one float64 a piece, in the envelope of the agreement.
+    """Run the formula on own pieces; its scan exchanges one float64 a piece, in the envelope of the agreement (GAE two,
+    and three with another `lam_value`).
 
-    Within 2^-23 of the sample's largest |G| of `gather` (the bound is proved in `exchange`). The message has 8 bytes a
-    piece, whatever the length.
+    Within 2^-23 of the sample's largest |G| of `gather` (the bound is proved in `exchange`).
     """
     return formula(replace(cp, facts=facts), *inputs)
 
@@ -83,7 +84,6 @@ class CPContext:
     strategy: Strategy = gather
     agreement: str = "full"
     settings: Mapping[str, object] = field(default_factory=dict)
-    where: str = "CP rank"
     facts: Facts | None = None  # set while `carry` runs a formula: they travel with its message
 
     def __post_init__(self):
@@ -245,7 +245,7 @@ class CPContext:
             return
         facts = self._with_settings(facts)
         nothing = torch.zeros(0, dtype=torch.uint8, device=self.device(facts, ()))
-        agree(self.all_gather, facts, nothing, step="agreement", where=self.where)
+        agree(self.all_gather, facts, nothing, step="agreement", where=WHERE)
 
     @property
     def own(self) -> list[int]:
@@ -256,14 +256,14 @@ class CPContext:
         numbers = heads[0] if len(heads) == 1 else torch.stack(heads, dim=-1)
         message = numbers.view(self.layout.num_samples, len(self.own), len(heads))
         if self.agreement == "full" and self.facts is not None:
-            messages = agree(self.all_gather, self.facts, message, step="carry", where=self.where)
+            messages = agree(self.all_gather, self.facts, message, step="carry", where=WHERE)
         else:
             messages = call(self.all_gather, message, "carry")
         return exchange.by_piece(messages, self.layout)
 
     def by_segment(self, value: PerSample) -> "float | Tensor":
         """One number a sample -> one an own piece; a float stays a float."""
-        if not isinstance(value, Tensor) or value.dim() == 0:
+        if not isinstance(value, Tensor):
             return float(value)
         return value.to(torch.float64).repeat_interleave(len(self.own))
 
@@ -290,14 +290,9 @@ class Reward:
 
     def tokens(self, cp: CPContext, keep: Int8[Tensor, " local"] | None) -> Float64[Tensor, " local"]:
         """Written out in float64, for a formula that needs it token by token."""
-        scale = (
-            cp.spread(self.scale.to(torch.float64))
-            if isinstance(self.scale, Tensor) and self.scale.dim()
-            else float(self.scale)
-        )
         tokens = copy(self.dense, torch.float64)
         x = native(tokens)
-        x *= native(scale) if isinstance(scale, Tensor) else scale
+        x *= native(cp.spread(self.scale)) if isinstance(self.scale, Tensor) else self.scale
         select_in_place(tokens, keep)
         if self.terminal is not None:
             offset, value = map(native, self.terminal)

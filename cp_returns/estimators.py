@@ -149,9 +149,10 @@ def gae(
 ) -> GAE:
     """Generalised advantage estimation (Schulman et al., 2016) over the steps of the clock.
 
-        delta_j = r_j + gamma^tick_j * V_next - V_j        V_next: of the next step; `bootstrap` (default 0) after the
-        last
+        delta_j = r_j + gamma^tick_j * V_next - V_j
         A_j = delta_j + (gamma * lam)^tick_j * A_next      returns = A + V
+
+    V_next: the value of the next step; after the last one `bootstrap` (default, and where it is NaN, 0).
 
     lam_value: the returns come from a second recurrence with this lambda (VC-PPO, VAPO). lam_alpha: length-adaptive
     lambda in place of `lam`, 1 - 1 / (lam_alpha * valid tokens) within [0, 1] (VAPO). masked_values, for the token
@@ -219,8 +220,7 @@ def reinforce_plus_plus_baseline(
     sample_mask: Shaped[Tensor, " samples"] | None = None,
     nonfinite: str = "error",
 ) -> Shaped[Tensor, " local"]:
-    """REINFORCE++-baseline advantages before whitening: nothing is discounted and the KL is not summed (slime, NeMo-
-    RL).
+    """REINFORCE++-baseline advantages before whitening: no discounting, the KL is not summed (slime, NeMo-RL).
 
         A_j = (reward - mean reward of its group) - kl_coef * kl_j        on valid tokens
 

@@ -1,5 +1,5 @@
-"""The distributed steps as pure pairs around one all-gather: `send` makes this rank's message, `receive` reads all
-ranks'.
+"""What the strategies send and make of what arrives, as pure functions: `pack_bytes` and `unpack_bytes` for gather;
+`by_piece`, `chain` and `chain_ahead` for carry.
 
 `gather` moves the tokens: every rank's local inputs in their own dtype, padded for transport to the largest shard.
 

@@ -4,8 +4,8 @@ Response token j of a sample is predicted by the logit at position prompt - 1 + 
 j: its log-prob, KL, value and return. A layout cuts the positions of a sample into K pieces and deals them to the
 ranks:
 
-    cuts = clip(arange(K + 1) * piece - (prompt - 1), 0, response)        piece p is response tokens cuts[p] ..
-    cuts[p+1]
+    cuts = clip(arange(K + 1) * piece - (prompt - 1), 0, response)
+    piece p holds response tokens cuts[p] .. cuts[p+1]
 
 Zigzag (slime; Megatron and Transformer Engine with padding) has K = 2 * cp_size pieces, dealt 0 1 .. W-1 W-1 .. 1 0, so
 that every rank gets a cheap and a dear piece of causal attention. Contiguous layouts have K = cp_size.
@@ -83,7 +83,8 @@ class Layout:
 
     def lengths(self, rank: int) -> Integers:
         """[N] tokens of each sample that `rank` owns."""
-        return self.shares[rank]
+        self.pieces(rank)  # raises when there is no such rank
+        return self.shares[rank].copy()
 
     @cached_property
     def starts(self) -> Integers:
@@ -162,7 +163,7 @@ def zigzag(
 
     Raises CPInputError naming the sample and both numbers when lengths do not fit.
     """
-    size = _size(cp_size)
+    size = _count("cp_size", cp_size)
     owners = np.array([*range(size), *reversed(range(size))], dtype=np.int64)
     return _per_sample(total_lengths, response_lengths, owners, size, multiple, padded_lengths)
 
@@ -176,7 +177,7 @@ def contiguous(
     padded_lengths: Lengths | None = None,
 ) -> Layout:
     """Contiguous in each sample: cp_size pieces, rank r owns piece r. Arguments and errors as for `zigzag`."""
-    size = _size(cp_size)
+    size = _count("cp_size", cp_size)
     owners = np.arange(size, dtype=np.int64)
     return _per_sample(total_lengths, response_lengths, owners, size, multiple, padded_lengths)
 
@@ -196,7 +197,7 @@ def contiguous_pack(
     """
     total, response = _lengths(total_lengths, response_lengths)
     width = total if padded_lengths is None else _padded(padded_lengths, total, divisor=1)
-    size = _size(cp_size)
+    size = _count("cp_size", cp_size)
     if stream_length % size or stream_length < width.sum():
         raise CPInputError(
             f"stream_length is {stream_length}; expected a multiple of cp_size = {size} that is at least the "
@@ -210,8 +211,7 @@ def contiguous_pack(
 
 def _per_sample(total_lengths, response_lengths, owners: Integers, size: int, multiple: int, padded_lengths) -> Layout:
     total, response = _lengths(total_lengths, response_lengths)
-    if multiple < 1:
-        raise CPInputError(f"multiple is {multiple}; expected at least 1")
+    multiple = _count("multiple", multiple)
     pieces = len(owners)
     if padded_lengths is None:
         piece = -(-total // (pieces * multiple)) * multiple
@@ -240,10 +240,10 @@ def _cut(
     return Layout(total, response, owners, cuts, cp_size, piece, begin, grid_begin, grid_length)
 
 
-def _size(cp_size: int) -> int:
-    if cp_size < 1:
-        raise CPInputError(f"cp_size is {cp_size}; expected at least 1")
-    return int(cp_size)
+def _count(name: str, x: int) -> int:
+    if x < 1 or x != int(x):
+        raise CPInputError(f"{name} is {x}; expected at least 1, a whole number")
+    return int(x)
 
 
 def _lengths(total_lengths: Lengths, response_lengths: Lengths) -> tuple[Integers, Integers]:

@@ -52,9 +52,8 @@ def _name_misfit(name: str, xs: Sequence[Tensor], lengths: list[int], full: np.n
         if not isinstance(x, Tensor) or x.shape != (length,):
             given = f"has shape {list(x.shape)}" if isinstance(x, Tensor) else f"is a {type(x).__name__}"
             whole = "" if length == full[i] else f" (the whole response has {full[i]})"
-            raise CPInputError(
-                f"sample {i}, {name} {given}; expected a tensor [{length}], the tokens this rank owns{whole}"
-            )
+            what = "the whole response" if name == "loss_masks" else f"the tokens this rank owns{whole}"
+            raise CPInputError(f"sample {i}, {name} {given}; expected a tensor [{length}], {what}")
     for i, x in enumerate(xs):
         if (x.dtype, x.device) != (xs[0].dtype, device):
             raise CPInputError(
@@ -69,6 +68,8 @@ def per_sample(name: str, x: Sequence[float] | Tensor | None, samples: int, devi
     dtype = torch.int64 if name == "group_ids" else torch.float64
     if isinstance(x, list | tuple) and dtype == torch.float64 and set(map(type, x)) <= {float, int}:
         x = torch.from_numpy(np.array(x, dtype=np.float64))  # without a look at each
+    if not isinstance(x, Tensor | Sequence):
+        raise CPInputError(f"{name} is a {type(x).__name__}; expected a list or a tensor of one number a sample")
     if not isinstance(x, Tensor):
         shapes = [list(y.shape) for y in x if isinstance(y, Tensor) and y.dim()]
         if shapes:

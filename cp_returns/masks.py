@@ -1,6 +1,6 @@
 """What is done with packed 0/1 masks: tokens are selected by them, valid tokens counted and found.
 
-Works on the mask's device; only `on_host` and `places` read from a GPU. Arrays as in `arrays`.
+Works on the mask's device; only `on_host`, `places` and `pick` wait for a GPU. Arrays as in `arrays`.
 """
 
 import numpy as np

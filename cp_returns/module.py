@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from cp_returns import groups, lists
 from cp_returns.admission import Batch, admit
-from cp_returns.agreement import Facts, agree, refuse
+from cp_returns.agreement import ENVELOPE, Facts, agree, refuse
 from cp_returns.arrays import copy, quiet
 from cp_returns.collectives import AllGather, Counted, alone, call
 from cp_returns.config import LAYOUTS, STRATEGIES, ReturnsConfig
@@ -29,6 +29,7 @@ from cp_returns.estimators import (
 from cp_returns.kl import difference, of_difference
 from cp_returns.layout import Layout, contiguous_pack
 from cp_returns.lists import pack, per_sample
+from cp_returns.masks import as_bits
 from cp_returns.report import Info, Returns, Whitening
 from cp_returns.whiten import MESSAGE, apply, merge, moments
 
@@ -122,10 +123,10 @@ class ContextParallelReturns(nn.Module):
 
         kl (or log_probs and ref_log_probs, with `ReturnsConfig(kl=)`), values, token_rewards: lists of this rank's
         shards, [local tokens] each. loss_masks: whole responses, 0/1. rewards, sample_mask, bootstrap, baselines
-        (ReMax), group_ids: one a sample. gamma, lam,
-        kl_coef: per-call values in place of the config's, a float or one a sample. padded_lengths: see `layout`;
-        default from packed_seq_params.cu_seqlens_q_padded. dp_group: the data-parallel ranks that share groups of
-        samples.
+        (ReMax), group_ids: one a sample. gamma, lam, kl_coef: per-call values in place of the config's, a float or one
+        a sample. padded_lengths, and stream_length for "contiguous_pack": see `layout`; padded_lengths default to those
+        of packed_seq_params.cu_seqlens_q_padded. dp_group: the data-parallel ranks that share groups of samples; the
+        other groups: see `groups`.
 
         Raises CPInputError, the same on every rank of the widest group that the call uses.
         """
@@ -228,6 +229,14 @@ class ContextParallelReturns(nn.Module):
                 raise CPInputError(f"{name} is absent; estimator {config.estimator!r} with this configuration needs it")
         if by_groups and given["rewards"] is None:
             raise CPInputError(f"rewards is absent; estimator {config.estimator!r} needs one a sample")
+        if config.kl is None and given["kl"] is None:
+            if takes["kl"] and not _is_zero(config["kl_coef"] if numbers["kl_coef"] is None else numbers["kl_coef"]):
+                raise CPInputError(
+                    "kl is absent; a kl_coef other than 0 needs it, or log_probs and ref_log_probs with "
+                    "ReturnsConfig(kl=)"
+                )
+            if given["rewards"] is None and given["token_rewards"] is None:
+                raise CPInputError("rewards is absent; expected rewards, token_rewards or kl")
         for name, value in numbers.items():
             if value is not None and (name not in used or (name == "lam" and config.lam_alpha is not None)):
                 raise CPInputError(
@@ -253,26 +262,18 @@ class ContextParallelReturns(nn.Module):
         CPInputError.
         """
         if self.config.agreement == "full":
-            sizes = {"whiten": MESSAGE}
             steps = [
-                ("agreement", where.cp, "CP rank"),
-                ("group baseline", where.dp, "rank"),
-                ("whiten", where.dp_cp, "DP x CP rank"),
+                ("agreement", where.cp, "CP rank", ENVELOPE),
+                ("group baseline", where.dp, "rank", ENVELOPE),
+                ("whiten", where.dp_cp, "DP x CP rank", MESSAGE),
             ]
-            for step, all_gather, name in steps[after:]:
+            for step, all_gather, name, size in steps[after:]:
                 if all_gather is None or all_gather is alone or (step == "agreement" and where.size == 1):
                     continue
                 if step == "whiten" and where.size > 1:
                     text = f"in its CP group, {text}"
                 try:
-                    refuse(
-                        all_gather,
-                        text,
-                        device,
-                        step=step,
-                        where=name,
-                        **({"size": sizes[step]} if step in sizes else {}),
-                    )
+                    refuse(all_gather, text, device, step=step, where=name, size=size)
                 except CPInputError as error:
                     text = str(error)
         raise CPInputError(text)
@@ -317,7 +318,7 @@ class ContextParallelReturns(nn.Module):
             tokens={name: tokens[name] for name in _formula_inputs(config)},
             numbers=numbers,
             clock=config["clock"] or "token",
-            samples={name: samples[name] for name in ("group_ids", "bootstrap")},
+            samples={name: samples[name] for name in ("group_ids", "bootstrap", "baselines")},
             sample_mask=samples["sample_mask"],
             unselected=("values",) if config["masked_values"] == "use" else (),
             nonfinite=config.nonfinite,
@@ -344,12 +345,14 @@ class ContextParallelReturns(nn.Module):
         self, cp: CPContext, dp_cp: AllGather, batch: Batch, told: list[np.ndarray], x: Tensor
     ) -> tuple[Tensor, Whitening]:
         options = self.config.whiten_options
-        bits = batch.keep
+        bits = counted = batch.keep
+        if self.config.nonfinite == "propagate":  # what is not finite spoils its own sample only
+            counted = bits & as_bits(x.isfinite())
         weights = None
         if self.config["whiten_weight"] == "sequence":
             options = options | {"ddof": 0}
             weights = cp.spread(1.0 / batch.valid_counts.clamp(min=1).double())
-        local = moments(x, bits, weights)
+        local = moments(x, counted, weights)
         if self.config.agreement == "full":
             shared = Facts(settings=cp.settings, sums=batch.facts.sums, told=told)
             messages = agree(dp_cp, shared, local, step="whiten", where="DP x CP rank", size=MESSAGE)

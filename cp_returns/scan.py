@@ -3,10 +3,11 @@
     y_j = x_j + decay^tick_j * y_{j+1}          (y = 0 past a segment's end, or the value that enters there)
 
 By fours: a segment is cut into blocks of 16 tokens counted from its END, a block into 4 quads of 4 tokens. All quads of
-all segments lie side by side as [4, quads] float64, so one elementwise call serves one token of every quad. Three calls
-sum each quad up to its first token, three more each block; the blocks' first values (1/16 of the tokens) are chained by
-doubling. Then it goes back: what enters a block is handed down to its quads and tokens. Only elementwise IEEE
-multiplies and adds, never a matmul or a fused multiply-add: a segment's bits depend on nothing but its own tokens.
+a tile lie side by side as [4, quads] float64, so one elementwise call serves one token of every quad. Three steps, a
+multiply and an add each, sum every quad up to its first token, three more every block; the blocks' first values (1/16
+of the tokens) are chained by doubling. Then it goes back: what enters a block is handed down to its quads and tokens.
+Only elementwise IEEE multiplies and adds, never a matmul or a fused multiply-add: a segment's bits depend on nothing
+but its own tokens.
 
 A segment has one decay. Where some tokens have another (the ends of turns), the few quads that hold them are done
 apart. Tokens that are no steps are taken out before (`pick`) and put back behind (`put`).
@@ -56,10 +57,10 @@ def reverse_scan(
 ) -> Shaped[Tensor, " tokens"]:
     """y_j = x_j + decay^tick_j * y_next over the steps of each segment of a packed tensor.
 
-    x: any float or int dtype. decay: in [0, 1], one float or one per segment. step (bool, [tokens]): which tokens are
-    steps of the process; the others are passed over (their x is never used) and come out 0. tick (bool): where the
-    decay applies between a step and the next; default everywhere. Returns float32, or float64 for float64 x. Raises
-    ValueError when shapes do not fit.
+    x: any float or int dtype. decay: in [0, 1], one float or one per segment (a tensor's values are not checked). step
+    (bool, [tokens]): which tokens are steps of the process; the others are passed over (their x is never used) and come
+    out 0. tick (bool): where the decay applies between a step and the next; default everywhere. Returns float32, or
+    float64 for float64 x. Raises ValueError when shapes do not fit or a float decay is not in [0, 1].
     """
     tokens = int(np.sum(lengths, dtype=np.int64))
     for name, y in (("x", x), ("step", step), ("tick", tick)):
@@ -71,6 +72,8 @@ def reverse_scan(
         decay = decay.detach().double().expand(len(lengths))
     else:
         decay = float(decay)
+        if not 0.0 <= decay <= 1.0:
+            raise ValueError(f"decay is {decay}; expected a number in [0, 1]")
     x, steps = x.detach(), None if step is None else step.detach().bool()
     ticks = None if tick is None else places(tick.detach().bool() if steps is None else tick.detach().bool() & steps)
     if steps is not None:

@@ -7,9 +7,11 @@ import torch
 from jaxtyping import Float64, Shaped
 from torch import Tensor
 
-from cp_returns.agreement import Check, Facts, Problem, agree, raise_together
+from cp_returns.agreement import Check, Facts, Problem, agree, refuse
 from cp_returns.arrays import copy, library, native, quiet, result_dtype, stack, tensor
-from cp_returns.collectives import AllGather, alone, call
+from cp_returns.collectives import AllGather, call
+from cp_returns.errors import CPInputError
+from cp_returns.groups import device_of
 from cp_returns.masks import as_bits, blank, select
 
 EPS_MODES = ("add", "clamp")
@@ -57,6 +59,8 @@ def whiten(
     micro-batches, call it once on all of them. mean and the centred second moment are float64, merged over ranks from
     (weight, mean, M2).
 
+    agreement: "full" compares options and checks values on all ranks; "off" trusts the caller.
+
     ddof: 1 (slime, verl) or 0 (OpenRLHF, NeMo-RL). eps_mode: "add" (var + eps) or "clamp" (max(var, eps); OpenRLHF,
     NeMo-RL). center=False only scales; scale=False only centres. shift_mean=False gives (x - mean) / sqrt(var + eps) +
     mean (slime, verl, TRL). weights: one a token, with ddof 0; sequence weighting is `cp.spread(1 / valid counts)`.
@@ -66,19 +70,21 @@ def whiten(
     weight that is negative or not finite, shapes that differ, or options that differ.
     """
     chosen = options(ddof, eps, eps_mode, center, shift_mean, scale)
-    problem = _first_problem(x, mask, weights, chosen)
-    fits = problem is None
-    checks = [] if mask.dtype == torch.bool else [_check("mask", mask, (mask != 0) & (mask != 1), "0 or 1")]
-    if fits and weights is not None:
-        bad = mask.bool() & ~((weights >= 0) & (weights < torch.inf))
-        checks.append(_check("weights", weights, bad, "a finite number that is at least 0 at a valid token"))
-    facts = Facts({**chosen, "weights": weights is not None}, problem=problem, checks=checks)
-    local = moments(x, as_bits(mask), weights) if fits else torch.zeros(3, dtype=torch.float64, device=x.device)
+    problem = _first_problem(x, mask, weights, chosen, agreement)
+    if problem is not None:
+        if agreement == "off":
+            raise CPInputError(str(problem))
+        device = x.device if isinstance(x, Tensor) else device_of(all_gather)
+        refuse(all_gather, problem, device, step="whiten", where="rank", size=MESSAGE)
+    local = moments(x, as_bits(mask), weights)
     if agreement == "full":
+        checks = [] if mask.dtype == torch.bool else [_check("mask", mask, (mask != 0) & (mask != 1), "0 or 1")]
+        if weights is not None:
+            bad = mask.bool() & ~((weights >= 0) & (weights < torch.inf))
+            checks.append(_check("weights", weights, bad, "a finite number that is at least 0 at a valid token"))
+        facts = Facts({**chosen, "weights": weights is not None}, checks=checks)
         messages = agree(all_gather, facts, local, step="whiten", where="rank", size=MESSAGE)
     else:
-        if not fits:
-            raise_together(alone, facts, where="rank")
         messages = call(all_gather, local, "whiten")
     return apply(x, as_bits(mask), merge(messages), chosen)
 
@@ -135,14 +141,22 @@ def apply(x: Tensor, bits: Tensor, merged: Float64[Tensor, "3"], options: Mappin
     return tensor(out)
 
 
-def _first_problem(x: Tensor, mask: Tensor, weights: Tensor | None, options: Mapping[str, Any]) -> Problem | None:
-    for name, y in (("x", x), ("mask", mask), ("weights", weights)):
-        if y is not None and y.is_complex():
+def _first_problem(x: Any, mask: Any, weights: Any, options: Mapping[str, Any], agreement: str) -> Problem | None:
+    for name, y in (("x", x), ("mask", mask), *([] if weights is None else [("weights", weights)])):
+        if not isinstance(y, Tensor):
+            return Problem(name, f"a {type(y).__name__}", "a tensor")
+        if y.is_complex():
             return Problem(f"dtype of {name}", y.dtype, "a float, int or bool dtype")
-        if y is not None and (y.shape != x.shape or x.dim() != 1):
-            return Problem(f"shape of {name}", list(y.shape), f"{list(x.shape)}, that of x, one a token of this rank")
-    if options["ddof"] not in (0, 1) or (weights is not None and options["ddof"] != 0):
-        return Problem("ddof", options["ddof"], "0 or 1, and 0 with weights")
+        if y.dim() != 1 or y.shape != x.shape:
+            return Problem(f"shape of {name}", list(y.shape), f"[{len(x) if x.dim() else 1}], one a token of this rank")
+    if agreement not in ("full", "off"):
+        return Problem("agreement", repr(agreement), "'full' or 'off'")
+    for name in ("center", "shift_mean", "scale"):
+        if not isinstance(options[name], bool):
+            return Problem(name, repr(options[name]), "True or False")
+    ddof = options["ddof"]
+    if not isinstance(ddof, int) or ddof not in ((0, 1) if weights is None else (0,)):
+        return Problem("ddof", ddof, "0 or 1, and 0 with weights")
     if options["eps_mode"] not in EPS_MODES:
         return Problem("eps_mode", repr(options["eps_mode"]), f"one of {EPS_MODES}")
     if not isinstance(options["eps"], (int, float)) or not options["eps"] >= 0:

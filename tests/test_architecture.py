@@ -16,7 +16,7 @@ PACKAGE = ROOT / "cp_returns"
 # A module imports only from lower levels, also inside functions.
 LEVELS = [
     {"errors", "arrays"},
-    {"layout", "reference", "collectives", "kl", "masks", "presets", "diagnose", "report", "_scan_triton"},
+    {"layout", "reference", "collectives", "kl", "masks", "presets", "report"},
     {"blocks", "agreement", "groups", "lists"},
     {"scan"},
     {"exchange", "baselines", "whiten"},
@@ -25,17 +25,18 @@ LEVELS = [
     {"admission"},
     {"estimators", "log_probs", "loss"},
     {"config", "simulate", "rollouts", "pictures", "diagnose"},
-    {"module", "view", "batches"},
+    {"module"},
     {"scenario", "batches", "view", "compat.slime"},
     {"check"},
     {"terminal"},
     {"cli", "pytest_plugin"},
 ]
 LEVEL_OF = {name: level for level, names in enumerate(LEVELS) for name in names}
+assert len(LEVEL_OF) == sum(map(len, LEVELS)), "a module has two levels"
 
 # What `import cp_returns` does not need: imported late, inside a function, save in modules that themselves are.
-EXTRAS = {"megatron", "rich", "yaml", "matplotlib", "hypothesis", "scipy", "pytest", "triton", "beartype"}
-IMPORTED_LATE = {"terminal": {"rich"}, "pytest_plugin": {"pytest"}, "_scan_triton": {"triton"}}
+EXTRAS = {"megatron", "rich", "yaml", "matplotlib", "hypothesis", "scipy", "pytest", "triton"}
+IMPORTED_LATE = {"terminal": {"rich"}, "pytest_plugin": {"pytest"}}
 
 COLLECTIVE = re.compile(
     r"(all_gather|all_reduce|all_to_all|reduce_scatter|broadcast|gather|scatter|reduce|barrier|monitored_barrier"

@@ -201,6 +201,10 @@ ONE_GROUP = torch.zeros(2, dtype=torch.int64)
     ("change", "message"),
     [
         ({"center": "median"}, "center is 'median'; expected one of"),
+        ({"eps": math.nan}, "eps is nan; expected a number that is at least 0"),
+        ({"eps": -1.0}, "eps is -1.0; expected a number that is at least 0"),
+        ({"rewards": torch.ones(2).to(torch.complex64)}, "dtype of rewards is torch.complex64"),
+        ({"lengths": torch.tensor([1.0, math.inf])}, "sample 1, lengths is inf; expected a number"),
         ({"scale": "var"}, "scale is 'var'; expected one of"),
         ({"singleton": "one"}, "singleton is 'one'; expected one of"),
         ({"ddof": 2}, "ddof is 2; expected one of 0, 1"),
@@ -224,6 +228,7 @@ def test_wrong_calls_say_what_is_wrong(change, message):
         ({"rewards": torch.tensor([1.0, -math.inf])}, "sample 1, reward is -inf; expected a finite number"),
         ({"lengths": torch.ones(3)}, "shape of lengths is [3]; expected [2], one a sample"),
         ({"center": "median"}, "center is 'median'; expected one of"),
+        ({"rewards": [1.0, 1.0]}, "rewards is a list; expected a tensor, one number a sample"),
         ({"eps": 1e-4}, "eps is 0.0001; expected 1e-06, as on rank 0"),
     ],
 )

@@ -292,7 +292,7 @@ def test_a_second_lambda_that_is_equal_costs_nothing():
 
     one, same, two = (
         in_threads(lambda rank, g, more=more: sent(rank, g, lam=0.8, **more), 2)
-        for more in ({}, {"lam_value": 0.8}, {"lam_value": 0.9})
+        for more in ({}, {"lam_value": float("0.8")}, {"lam_value": 0.9})
     )
     assert one == same == [(2 * 2 * 8, 1)] * 2  # two pieces a rank, two float64 numbers each
     assert two == [(2 * 3 * 8, 1)] * 2

@@ -241,6 +241,8 @@ def test_an_empty_batch(kind, cp_size):
             lambda: contiguous_pack([5], [2], 2, stream_length=8, padded_lengths=[4]),
             "padded_length 4 of total_length 5",
         ),
+        (lambda: zigzag([5], [2], 2, multiple=1.5), "multiple is 1.5; expected at least 1, a whole number"),
+        (lambda: zigzag([5], [2], 2.5), "cp_size is 2.5; expected at least 1, a whole number"),
         (lambda: zigzag([5.5], [2], 2), "total_lengths is .*; expected one integer a sample"),
     ],
 )
@@ -253,3 +255,13 @@ def test_a_rank_that_the_layout_does_not_have():
     for rank in (-1, 2):
         with pytest.raises(ValueError, match=f"rank is {rank}; expected 0 <= rank < cp_size = 2"):
             zigzag([5], [2], 2).index(rank)
+        with pytest.raises(ValueError, match=f"rank is {rank}"):
+            zigzag([5], [2], 2).lengths(rank)
+
+
+def test_what_a_layout_hands_out_is_a_copy():
+    layout = zigzag([9], [8], 2)
+    for _ in range(2):
+        lengths, index = layout.lengths(0), layout.index(0)
+        assert lengths.sum() == len(index) > 0
+        lengths[:], index[:] = 0, 0

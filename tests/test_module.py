@@ -63,6 +63,13 @@ def lists(x) -> list[list[float]]:
         ({"group_center": "median"}, "group_center is 'median'; expected one of 'mean', 'loo', 'opo'"),
         ({"estimator": "grpo", "group_ddof": 2}, "group_ddof is 2; expected one of 0, 1"),
         ({"estimator": "grpo", "singleton": "drop"}, "singleton is 'drop'; expected one of 'zero', 'raw'"),
+        ({"estimator": ["gae"]}, "estimator is ['gae']; expected one of 'reinforce_plus_plus', "),
+        ({"multiple": 2.5}, "multiple is 2.5; expected at least 1, a whole number"),
+        ({"whiten": True, "whiten_scale": "false"}, "whiten_scale is 'false'; expected one of False, True"),
+        (
+            {"whiten": True, "whiten_center": False, "whiten_scale": False},
+            "whiten_scale is False, which is not used with whiten_center=False",
+        ),
     ],
 )
 def test_a_configuration_that_cannot_be_meant_is_refused(config, text):
@@ -267,7 +274,11 @@ def test_a_clamp_hides_no_infinite_log_prob(kind, poison):
         ({}, {"kl": torch.zeros(1, 3)}, "kl is a Tensor; expected a list of 1 tensors, one a sample"),
         ({}, {"kl": [torch.zeros(3)] * 2}, "kl is a list of 2; expected a list of 1 tensors, one a sample"),
         ({}, {"kl": [[0.0, 0.0, 0.0]]}, "sample 0, kl is a list; expected a tensor [3]"),
-        ({}, {"loss_masks": [torch.ones(4)]}, "sample 0, loss_masks has shape [4]; expected a tensor [3]"),
+        (
+            {},
+            {"loss_masks": [torch.ones(4)]},
+            "sample 0, loss_masks has shape [4]; expected a tensor [3], the whole response",
+        ),
         ({}, {"loss_masks": [torch.tensor([1, 0.5, 1])]}, "sample 0, token 1, loss_mask is 0.5; expected 0 or 1"),
         (
             {},
@@ -278,7 +289,14 @@ def test_a_clamp_hides_no_infinite_log_prob(kind, poison):
         ({}, {"rewards": [1.0, 2.0]}, "rewards has shape [2]; expected [1], one number a sample"),
         ({}, {"rewards": [torch.zeros(2)]}, "rewards holds a tensor of shape [2]; expected one number a sample"),
         ({}, {"rewards": [None]}, "sample 0, rewards is None; expected a number"),
-        ({}, {"rewards": [math.inf]}, "sample 0, reward is inf; expected a finite number, or NaN where it is missing"),
+        ({}, {"rewards": [math.inf]}, "sample 0, reward is inf; expected a finite number in float32, or NaN"),
+        ({}, {"rewards": [1e39]}, "sample 0, reward is 1e+39; expected a finite number in float32, or NaN"),
+        ({}, {"rewards": 1.0}, "rewards is a float; expected a list or a tensor of one number a sample"),
+        ({}, {"rewards": None, "kl": None}, "rewards is absent; expected rewards, token_rewards or kl"),
+        ({"kl_coef": 0.1}, {"kl": None}, "kl is absent; a kl_coef other than 0 needs it"),
+        ({}, {"kl": None, "kl_coef": [0.1]}, "kl is absent; a kl_coef other than 0 needs it"),
+        ({"estimator": "remax"}, {"baselines": [NAN]}, "sample 0, baselines is nan; expected a finite number"),
+        ({"estimator": "remax"}, {"baselines": [math.inf]}, "sample 0, baselines is inf; expected a finite number"),
         ({}, {"total_lengths": [3]}, "sample 0: response_length 3 of total_length 3; expected 0 <= response < total"),
         ({}, {"total_lengths": [8, 9]}, "1 response_lengths for 2 total_lengths; expected one of each a sample"),
         ({}, {"total_lengths": [8.5]}, "total_lengths is [8.5]; expected one integer a sample"),
@@ -317,6 +335,38 @@ def test_a_call_that_cannot_be_meant_is_refused(config, change, text):
     with pytest.raises(CPInputError) as caught:
         ContextParallelReturns(ReturnsConfig(**config))(**one_sample(**change))
     assert str(caught.value).startswith(text)
+
+
+def test_a_large_reward_is_finite_in_float64():
+    out = ContextParallelReturns(ReturnsConfig())(**one_sample(kl=[torch.zeros(3).double()], rewards=[1e39]))
+    assert out.returns[0].tolist() == [1e39, 0.0, 1e39]
+
+
+@pytest.mark.parametrize("cp_size", [1, 2])
+def test_what_is_propagated_stays_in_its_sample_under_whitening(cp_size):
+    """[1, 3] and [NaN, 5]: the finite numbers 1, 3, 5 have mean 3 and deviation 2."""
+    config = ReturnsConfig(estimator="reinforce_plus_plus_baseline", kl_coef=-1.0, whiten=True, nonfinite="propagate")
+    kl = [torch.tensor([1.0, 3.0]), torch.tensor([NAN, 5.0])]
+    layout = zigzag([4, 4], [2, 2], cp_size)
+
+    def fn(rank, all_gather):
+        own = torch.cat(kl)[torch.from_numpy(layout.index(rank))].split(layout.lengths(rank).tolist())
+        ones = [torch.ones(2)] * 2
+        out = ContextParallelReturns(config, cp_group=all_gather.cp, dp_cp_group=all_gather.cp)(
+            kl=list(own),
+            rewards=[0.0] * 2,
+            group_ids=[0, 0],
+            loss_masks=ones,
+            response_lengths=[2] * 2,
+            total_lengths=[4] * 2,
+        )
+        return torch.cat(out.advantages)
+
+    got = torch.empty(4)
+    for rank, own in enumerate(in_threads(fn, cp_size)):
+        got[torch.from_numpy(layout.index(rank))] = own
+    assert_as_good_as_serial(got[[0, 1, 3]].tolist(), [-1.0, 0.0, 1.0])
+    assert got[2].isnan()
 
 
 @pytest.mark.parametrize(

@@ -216,7 +216,7 @@ def test_I54_a_nan_reward_is_missing_and_an_infinite_one_an_error(estimator, cap
     with pytest.raises(ValueError, match="sample 1, reward is inf"):
         call(estimator=estimator, rewards=[0.0, INF], **more)
     if more.get("baselines"):
-        with pytest.raises(ValueError, match="sample 1, reward is inf"):
+        with pytest.raises(ValueError, match="sample 1, baselines is inf"):
             call(estimator=estimator, rewards=[0.0, INF], baselines=[0.0, INF])
 
 

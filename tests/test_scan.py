@@ -166,6 +166,9 @@ def test_shapes_that_do_not_fit_are_refused():
         reverse_scan(torch.zeros(2, 2), [4], 0.9)
     with pytest.raises(ValueError, match=r"step has shape \[1\]; expected \[4\]"):
         reverse_scan(torch.zeros(4), [4], 0.9, step=torch.ones(1))
+    for decay in (1.5, -0.1, math.nan):
+        with pytest.raises(ValueError, match="expected a number in \\[0, 1\\]"):
+            reverse_scan(torch.zeros(4), [2, 2], decay)
     with pytest.raises(ValueError, match=r"decay has shape \[1\]; expected \[\] or \[2\], one a segment"):
         reverse_scan(torch.zeros(4), [2, 2], torch.ones(1))
 

@@ -303,6 +303,10 @@ def errors(fn, n: int) -> list[str]:
         ({"eps": NAN}, "eps is nan; expected"),
         ({"eps_mode": "floor"}, "eps_mode is 'floor'; expected one of"),
         ({"center": False, "shift_mean": False}, "shift_mean is False; expected True with center=False"),
+        ({"scale": "false"}, "scale is 'false'; expected True or False"),
+        ({"agreement": "Full"}, "agreement is 'Full'; expected 'full' or 'off'"),
+        ({"x": [0.0, 1.0, 2.0]}, "x is a list; expected a tensor"),
+        ({"mask": None}, "mask is a NoneType; expected a tensor"),
     ],
     ids=lambda value: "-".join(value) if isinstance(value, dict) else None,
 )
