@@ -298,6 +298,17 @@ def test_a_second_lambda_that_is_equal_costs_nothing():
     assert two == [(2 * 3 * 8, 1)] * 2
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.int64])
+def test_a_bootstrap_of_any_dtype(dtype):
+    batch = make([(3, 40), (2, 9)], seed=3)
+    exact, got = (
+        run(GAE_DOOR, batch.change(bootstrap=torch.tensor([2, -1]).to(kind)), 2, "carry", gamma=0.9, lam=0.8).tokens
+        for kind in (torch.float64, dtype)
+    )
+    for name, x in exact.items():
+        assert_same_bits(got[name], x)
+
+
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("clock", CLOCKS)
 def test_bootstrap_nan_and_zero_are_none(clock, strategy):

@@ -40,6 +40,16 @@ def test_counts_and_last_places_at_every_position(few, mask):
             assert 0 <= last[end] <= len(mask)  # any, but one that can be looked at
 
 
+@pytest.mark.parametrize("start", range(9))
+def test_counts_of_a_mask_that_begins_anywhere_in_memory(start):
+    whole = torch.rand(700, generator=torch.Generator().manual_seed(0)) < 0.7
+    mask = whole[start:]
+    expected = [0, *mask.long().cumsum(0).tolist()]
+    with patch.object(masks, "native", lambda x: x):  # as on a GPU, where a word lies at a multiple of its size
+        assert prefix_of(mask, 128).before(torch.arange(len(mask) + 1)).tolist() == expected
+    assert prefix_of(mask, 128).before(np.arange(len(mask) + 1)).tolist() == expected
+
+
 @pytest.mark.parametrize("way", ["host", "counts"])
 @given(st.lists(MASKS, max_size=6))
 def test_last_valid_token_of_each_response(way, responses):
