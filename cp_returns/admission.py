@@ -14,12 +14,13 @@ import torch
 from jaxtyping import Bool, Float64, Int8, Int64, Shaped
 from torch import Tensor
 
-from cp_returns.agreement import Check, Facts, Problem, check_samples
+from cp_returns.agreement import Check, Facts, Problem, check_each
 from cp_returns.arrays import Array, countable, library, like, native, repeat, result_dtype, stack, tensor
 from cp_returns.clocks import CLOCKS, Clock, valid_steps
 from cp_returns.context import CPContext, Formula, Inputs, PerSample, Reward
 from cp_returns.exchange import cut
-from cp_returns.layout import Layout
+from cp_returns.groups import device_of
+from cp_returns.layout import Layout, Lengths
 from cp_returns.masks import Prefix, as_bits, last_valid, pick, put, select, select_in_place
 
 _FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
@@ -115,11 +116,10 @@ def admit(
         cp, full_mask, rewards, tokens, numbers, choices, samples, sample_mask, required, nonfinite
     )
     if problem is not None:
-        known = [x.device for x in (full_mask, rewards, *tokens.values()) if isinstance(x, Tensor)]
-        device = known[0] if known else torch.device("cpu")
+        device = device_of(cp.all_gather, full_mask, rewards, *tokens.values())
         return _refused(Facts(settings, lengths, problem=problem), cp.layout, device)
     layout, device = cp.layout, full_mask.device
-    loss_mask, checks = _mask(full_mask.detach(), layout)
+    loss_mask, checks = zero_or_one("loss_mask", full_mask, layout.response_lengths)
     dtype = result_dtype(*(y for y in tokens.values() if y is not None))
     x, data, more = _rewards(rewards, layout.num_samples, device, dtype)
     data, checks, lib = {"loss_mask": loss_mask, **data}, checks + more, library(x)
@@ -142,7 +142,7 @@ def admit(
     checks += more
     if "baselines" in data:  # before the rewards, from which it has been taken
         y = data["baselines"]
-        checks.insert(0, check_samples("baselines", y, ~y.isfinite(), "a finite number"))
+        checks.insert(0, check_each("baselines", y, ~y.isfinite(), "a finite number"))
     here = cut(mask, layout, cp.rank)
     keep = as_bits(here)
     token_rewards = tokens.get("token_rewards")
@@ -192,7 +192,7 @@ def _rewards(
     lib = library(x)
     x = lib.where(lib.isnan(x), lib.nan, x)  # NaN has many bit patterns
     finite = f"a finite number in {str(dtype).removeprefix('torch.')}, or NaN where it is missing"
-    check = check_samples("reward", x, abs(x) > torch.finfo(dtype).max, finite)
+    check = check_each("reward", x, abs(x) > torch.finfo(dtype).max, finite)
     return x, {"reward": x}, [check]
 
 
@@ -201,7 +201,7 @@ def _bootstrap(given: Tensor | None) -> tuple[Tensor | None, list[Check]]:
     if given is None:
         return None, []
     x = given.double()
-    check = check_samples("bootstrap", x, x.isinf(), "a finite number, or NaN where there is none")
+    check = check_each("bootstrap", x, x.isinf(), "a finite number, or NaN where there is none")
     return torch.where(x.isfinite(), x, 0.0), [check]
 
 
@@ -319,15 +319,17 @@ def _dtype(x: object) -> str:
     return "absent" if x is None else str(getattr(x, "dtype", type(x).__name__))
 
 
-def _mask(full_mask: Tensor, layout) -> tuple[Tensor, list[Check]]:
+def zero_or_one(name: str, full_mask: Tensor, lengths: Lengths) -> tuple[Bool[Tensor, " full"], list[Check]]:
+    """A mask of packed whole responses as bool, and a check that it holds 0 and 1 only; none of a bool one."""
+    full_mask = full_mask.detach()
     if full_mask.dtype == torch.bool:
         return full_mask, []
     mask = full_mask.bool()
 
     def find() -> Problem | None:
-        return _locate("loss_mask", full_mask, mask & (full_mask != 1), layout.response_lengths, "0 or 1")
+        return _locate(name, full_mask, mask & (full_mask != 1), lengths, "0 or 1")
 
-    if full_mask.dtype in _FLOATS or not len(full_mask):
+    if full_mask.is_floating_point() or full_mask.is_complex() or not len(full_mask):
         whole = native(countable(full_mask)) == native(mask)
         return mask, [Check(torch.as_tensor(~whole.all()), find)]
     whole = native(full_mask)
@@ -336,12 +338,12 @@ def _mask(full_mask: Tensor, layout) -> tuple[Tensor, list[Check]]:
 
 def _sample_mask(sample_mask: Tensor) -> tuple[Tensor, list[Check]]:
     kept = sample_mask != 0
-    return kept, [check_samples("sample_mask", sample_mask, kept & (sample_mask != 1), "0 or 1")]
+    return kept, [check_each("sample_mask", sample_mask, kept & (sample_mask != 1), "0 or 1")]
 
 
 def _in_range(name: str, x: Tensor) -> Check:
     good = x.isfinite() if name in _UNBOUNDED else (x >= 0) & (x <= _UPPER.get(name, 1.0))
-    return check_samples(name, x, ~good, _range(name))
+    return check_each(name, x, ~good, _range(name))
 
 
 def _total(x: Tensor) -> Array:
@@ -373,7 +375,7 @@ def _masked_rewards(cp: CPContext, x: Tensor, bits: Int8[Tensor, " local"]) -> C
     return Check(bad.any(), find)
 
 
-def _locate(name: str, x: Tensor, bad: Tensor, lengths: np.ndarray, expected: str) -> Problem | None:
+def _locate(name: str, x: Tensor, bad: Tensor, lengths: Lengths, expected: str) -> Problem | None:
     """The first bad token of packed whole responses."""
     first = bad.nonzero()
     if not len(first):

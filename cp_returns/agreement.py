@@ -59,12 +59,12 @@ class Check:
     find: Callable[[], Problem | None]
 
 
-def check_samples(name: str, x: Array, bad: Array, expected: str) -> Check:
-    """A check of one number a sample."""
+def check_each(name: str, x: Array, bad: Array, expected: str, *, of: str = "sample") -> Check:
+    """A check of one number a sample, or a token of this rank (`of="token"`)."""
 
     def find() -> Problem | None:
         first = tensor(bad).nonzero()
-        return Problem(name, x[first[0]].item(), expected, int(first[0])) if len(first) else None
+        return Problem(name, x[first[0]].item(), expected, **{of: int(first[0])}) if len(first) else None
 
     return Check(bad.any(), find)
 

@@ -4,7 +4,7 @@ import torch
 from jaxtyping import Bool, Float64, Int, Int64, Shaped
 from torch import Tensor
 
-from cp_returns.agreement import Facts, Problem, agree_ragged, check_samples, refuse
+from cp_returns.agreement import Facts, Problem, agree_ragged, check_each, refuse
 from cp_returns.collectives import AllGather, alone
 from cp_returns.groups import device_of
 
@@ -46,8 +46,7 @@ def group_advantage(
     settings = {"center": center, "scale": scale, "ddof": ddof, "eps": eps, "singleton": singleton}
     problem = _first_problem(rewards, group_ids, sample_mask, lengths, settings)
     if problem is not None:
-        device = rewards.device if isinstance(rewards, Tensor) else device_of(all_gather)
-        refuse(all_gather, problem, device, step="group baseline", where="rank")
+        refuse(all_gather, problem, device_of(all_gather, rewards), step="group baseline", where="rank")
     x = rewards.detach().double()
     given = torch.ones_like(x) if sample_mask is None else sample_mask.detach().to(x)
     weight = torch.ones_like(x) if lengths is None else lengths.detach().to(x)
@@ -55,9 +54,9 @@ def group_advantage(
     facts = Facts(
         settings=settings,
         checks=[
-            check_samples("sample_mask", given, (given != 0) & (given != 1), "0 or 1"),
-            check_samples("lengths", weight, ~((weight >= 0) & (weight < torch.inf)), "a number that is at least 0"),
-            check_samples("reward", x, x.isinf() & (given != 0), "a finite number, or NaN where it is missing"),
+            check_each("sample_mask", given, (given != 0) & (given != 1), "0 or 1"),
+            check_each("lengths", weight, ~((weight >= 0) & (weight < torch.inf)), "a number that is at least 0"),
+            check_each("reward", x, x.isinf() & (given != 0), "a finite number, or NaN where it is missing"),
         ],
     )
     # As words, so that an id keeps all its bits.

@@ -29,6 +29,7 @@ from cp_returns.blocks import PerSegment
 from cp_returns.clocks import Clock
 from cp_returns.collectives import AllGather, alone, call
 from cp_returns.errors import CPInputError
+from cp_returns.groups import device_of
 from cp_returns.layout import Layout
 from cp_returns.masks import select_in_place
 from cp_returns.scan import Odd, begin, finish, scan
@@ -131,8 +132,7 @@ class CPContext:
         return replace(facts, settings={**self.settings, "strategy": self.strategy.__name__, **facts.settings})
 
     def device(self, facts: Facts, inputs: Inputs) -> torch.device:
-        known = [x for x in (*inputs, *facts.data.values()) if isinstance(x, Tensor)]
-        return known[0].device if known else torch.device("cpu")
+        return device_of(self.all_gather, *inputs, *facts.data.values())
 
     def scan(
         self,

@@ -19,3 +19,8 @@ class CPCollectiveError(RuntimeError):
 
     The text names the step of this library that was waiting and the group; the backend's own error is the cause.
     """
+
+
+def text_of(error: Exception) -> str:
+    """What the other ranks are told of an error of this one."""
+    return str(error) if isinstance(error, CPInputError) else f"{type(error).__name__}: {error}"

@@ -8,6 +8,7 @@ from typing import Any, cast
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from cp_returns.collectives import AllGather, alone, over
 
@@ -75,8 +76,11 @@ def rank_and_size(all_gather: AllGather) -> tuple[int, int]:
     return getattr(all_gather, "rank", 0), getattr(all_gather, "size", 1)
 
 
-def device_of(all_gather: AllGather) -> torch.device:
-    """Where an empty batch lives: on the GPU for NCCL, whose messages must."""
+def device_of(all_gather: AllGather, *given: object) -> torch.device:
+    """Where a batch lives: with the first tensor given, and an empty one on the GPU for NCCL, whose messages must."""
+    for x in given:
+        if isinstance(x, Tensor) and not x.is_meta:
+            return x.device
     if isinstance(all_gather, over) and dist.get_backend(all_gather.group) == "nccl":
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu")

@@ -31,11 +31,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Real
 
-import numpy as np
 import torch
 from jaxtyping import Float, Shaped
 from torch import Tensor
 
+from cp_returns.admission import zero_or_one
 from cp_returns.agreement import Check, Facts, Problem, agree, refuse
 from cp_returns.arrays import result_dtype
 from cp_returns.collectives import AllGather, alone, call
@@ -326,24 +326,24 @@ def count_tokens(full_masks: Sequence[Tensor], *, all_gather: AllGather = alone)
 
     Raises CPInputError, on all ranks, for a mask that is not a tensor [response_length] of 0 and 1.
     """
-    return _everywhere(lambda: torch.cat(list(full_masks)).bool().sum(), full_masks, all_gather)
+    return _everywhere(Tensor.count_nonzero, full_masks, all_gather)
 
 
 def count_sequences(full_masks: Sequence[Tensor], *, all_gather: AllGather = alone) -> int:
     """Samples of the whole batch that have a valid token; arguments and errors as for `count_tokens`."""
-    return _everywhere(lambda: torch.stack([m.any() for m in full_masks]).sum(), full_masks, all_gather)
+    return _everywhere(Tensor.any, full_masks, all_gather)
 
 
-def _everywhere(count: Callable[[], Tensor], full_masks: Sequence[Tensor], all_gather: AllGather) -> int:
-    """The counts of all ranks added; joined also by a rank that has no samples, or none that can be counted."""
+def _everywhere(count: Callable[[Tensor], Tensor], full_masks: Sequence[Tensor], all_gather: AllGather) -> int:
+    """The counts of all masks of all ranks, added; joined also by a rank that has none, or none that can be counted."""
     problem = _count_problem(full_masks)
-    some = problem is None and len(full_masks) > 0
-    device = full_masks[0].device if some else device_of(all_gather)
     where = {"step": "count", "where": "DP rank", "size": COUNT_MESSAGE}
     if problem is not None:
-        refuse(all_gather, problem, device, **where)
-    own = count().reshape(1) if some else torch.zeros(1, dtype=torch.int64, device=device)
-    checks = _zero_or_one(torch.cat(list(full_masks)), [len(m) for m in full_masks]) if some else []
+        refuse(all_gather, problem, device_of(all_gather), **where)
+    own, checks = torch.zeros(1, dtype=torch.int64, device=device_of(all_gather)), []
+    if len(full_masks):
+        own = torch.stack([count(mask) for mask in full_masks]).sum().reshape(1)
+        _, checks = zero_or_one("full_mask", torch.cat(list(full_masks)), [len(mask) for mask in full_masks])
     return int(agree(all_gather, Facts(checks=checks), own, **where).sum())
 
 
@@ -452,13 +452,13 @@ def _admit(
     cp: CPContext, full_mask: Tensor, problem: str | None = None, /, **tokens: Tensor
 ) -> tuple[Shaped[Tensor, " full"], Shaped[Tensor, " local"]]:
     """The mask as bool, and this rank's part of it. Raises CPInputError on this rank alone."""
-    problem = problem or _misfit(cp, full_mask, tokens)
-    checks = [] if problem else _mask_checks(cp, full_mask)
-    found = Facts(problem=problem, checks=checks).first_problem()
-    if found is not None:
-        raise CPInputError(_where(cp) + str(found))
-    full = full_mask.bool()
-    return full, cp.take(full)
+    found = problem or _misfit(cp, full_mask, tokens)
+    if found is None:
+        full, checks = _mask_of(cp, full_mask)
+        found = Facts(checks=checks).first_problem()
+        if found is None:
+            return full, cp.take(full)
+    raise CPInputError(_where(cp) + str(found))
 
 
 def _admit_together(
@@ -467,19 +467,18 @@ def _admit_together(
     """As `_admit`, but what is wrong is raised by all ranks: in `refuse`, which joins the others' `_SumOverRanks`, or
     there, by the facts that are returned for it.
     """
-    problem = (clips.problem() if clips else None) or _misfit(cp, full_mask, tokens)
+    problem = clips.problem() if clips else None
     if cp.layout.cp_size == 1 or cp.agreement == "off":
         return *_admit(cp, full_mask, problem, **tokens), Facts()
+    problem = problem or _misfit(cp, full_mask, tokens)
     if problem is not None:
-        known = [x.device for x in (*tokens.values(), full_mask) if isinstance(x, Tensor)]
-        device = known[0] if known else device_of(cp.all_gather)
-        refuse(cp.all_gather, problem, device, step=SUM, where=WHERE)
-    full = full_mask.bool()
+        refuse(cp.all_gather, problem, device_of(cp.all_gather, *tokens.values(), full_mask), step=SUM, where=WHERE)
+    full, checks = _mask_of(cp, full_mask)
     facts = Facts(
         {**cp.settings, **(vars(clips) if clips else {})},
         {"response_length": cp.layout.response_lengths, "length of its pieces": cp.layout.piece},
         {"loss_mask": full},
-        checks=_mask_checks(cp, full_mask),
+        checks=checks,
     )
     return full, cp.take(full), facts
 
@@ -500,26 +499,10 @@ def _misfit(cp: CPContext, full_mask: Tensor, tokens: Mapping[str, Tensor]) -> s
     return None
 
 
-def _mask_checks(cp: CPContext, full_mask: Tensor) -> list[Check]:
-    return [] if cp.agreement == "off" else _zero_or_one(full_mask, cp.layout.response_lengths)
-
-
-def _zero_or_one(full_mask: Tensor, lengths: Sequence[int] | np.ndarray) -> list[Check]:
-    """A check of a packed mask; none of a bool one."""
-    if full_mask.dtype == torch.bool:
-        return []
-    bad = (full_mask != 0) & (full_mask != 1)
-
-    def find() -> Problem | None:
-        first = bad.nonzero()
-        if not len(first):
-            return None
-        at, ends = int(first[0]), np.cumsum(lengths)
-        sample = int(np.searchsorted(ends, at, side="right"))
-        token = at - int(ends[sample] - lengths[sample])
-        return Problem("full_mask", full_mask[at].item(), "0 or 1", sample, token)
-
-    return [Check(bad.any(), find)]
+def _mask_of(cp: CPContext, full_mask: Tensor) -> tuple[Shaped[Tensor, " full"], list[Check]]:
+    if cp.agreement == "off":
+        return full_mask.bool(), []
+    return zero_or_one("full_mask", full_mask, cp.layout.response_lengths)
 
 
 def _where(cp: CPContext) -> str:

@@ -18,7 +18,7 @@ from cp_returns.arrays import copy, quiet
 from cp_returns.collectives import AllGather, Counted, alone, call
 from cp_returns.config import LAYOUTS, STRATEGIES, ReturnsConfig
 from cp_returns.context import CPContext
-from cp_returns.errors import CPInputError
+from cp_returns.errors import CPInputError, text_of
 from cp_returns.estimators import (
     advantage_estimates,
     baseline_advantages,
@@ -149,8 +149,7 @@ class ContextParallelReturns(nn.Module):
         }
         numbers = {"gamma": gamma, "lam": lam, "kl_coef": kl_coef}
         shown = loss_masks if isinstance(loss_masks, Sequence) else ()
-        known = next((x.device for x in shown if isinstance(x, Tensor) and not x.is_meta), None)
-        device = known or groups.device_of(where.counted[0].all_gather)
+        device = groups.device_of(where.counted[0].all_gather, *shown)
         try:
             self._check_arguments(tokens, samples, numbers)
             if not isinstance(loss_masks, Sequence):
@@ -169,7 +168,7 @@ class ContextParallelReturns(nn.Module):
             many = {name: x for name, x in numbers.items() if isinstance(x, list | tuple)}
             numbers |= {name: per_sample(name, x, layout.num_samples, device) for name, x in many.items()}
         except Exception as error:  # whatever one rank trips over, the others must not wait for it
-            self._refuse(where, _text(error), device)
+            self._refuse(where, text_of(error), device)
         cp = CPContext(
             layout,
             where.rank,
@@ -285,7 +284,7 @@ class ContextParallelReturns(nn.Module):
         try:
             batch = self._admit(cp, packed, full_mask, samples, numbers)
         except Exception as error:
-            self._refuse(where, _text(error), full_mask.device)
+            self._refuse(where, text_of(error), full_mask.device)
         try:
             returns, advantages = self._estimate(cp, where.dp, batch, samples)
         except CPInputError as error:
@@ -401,10 +400,6 @@ def _formula_inputs(config: ReturnsConfig) -> tuple[str, ...]:
     if config.estimator == "gae":
         return ("kl", "values", "token_rewards")
     return ("kl", "token_rewards") if config.estimator in ("reinforce_plus_plus", "remax") else ("kl",)
-
-
-def _text(error: Exception) -> str:
-    return str(error) if isinstance(error, CPInputError) else f"{type(error).__name__}: {error}"
 
 
 def _is_zero(x: float | Tensor) -> bool:

@@ -7,7 +7,7 @@ import torch
 from jaxtyping import Float64, Shaped
 from torch import Tensor
 
-from cp_returns.agreement import Check, Facts, Problem, agree, refuse
+from cp_returns.agreement import Facts, Problem, agree, check_each, refuse
 from cp_returns.arrays import copy, library, native, quiet, result_dtype, stack, tensor
 from cp_returns.collectives import AllGather, call
 from cp_returns.errors import CPInputError
@@ -74,19 +74,24 @@ def whiten(
     if problem is not None:
         if agreement == "off":
             raise CPInputError(str(problem))
-        device = x.device if isinstance(x, Tensor) else device_of(all_gather)
-        refuse(all_gather, problem, device, step="whiten", where="rank", size=MESSAGE)
-    local = moments(x, as_bits(mask), weights)
+        refuse(all_gather, problem, device_of(all_gather, x), step="whiten", where="rank", size=MESSAGE)
+    bits = as_bits(mask)
+    local = moments(x, bits, weights)
     if agreement == "full":
-        checks = [] if mask.dtype == torch.bool else [_check("mask", mask, (mask != 0) & (mask != 1), "0 or 1")]
+        checks = (
+            []
+            if mask.dtype == torch.bool
+            else [check_each("mask", mask, (mask != 0) & (mask != 1), "0 or 1", of="token")]
+        )
         if weights is not None:
             bad = mask.bool() & ~((weights >= 0) & (weights < torch.inf))
-            checks.append(_check("weights", weights, bad, "a finite number that is at least 0 at a valid token"))
+            expected = "a finite number that is at least 0 at a valid token"
+            checks.append(check_each("weights", weights, bad, expected, of="token"))
         facts = Facts({**chosen, "weights": weights is not None}, checks=checks)
         messages = agree(all_gather, facts, local, step="whiten", where="rank", size=MESSAGE)
     else:
         messages = call(all_gather, local, "whiten")
-    return apply(x, as_bits(mask), merge(messages), chosen)
+    return apply(x, bits, merge(messages), chosen)
 
 
 def moments(x: Tensor, bits: Tensor, weights: Tensor | None = None) -> Float64[Tensor, "3"]:
@@ -164,11 +169,3 @@ def _first_problem(x: Any, mask: Any, weights: Any, options: Mapping[str, Any], 
     if not options["center"] and not options["shift_mean"]:
         return Problem("shift_mean", False, "True with center=False, which does not take the mean away")
     return None
-
-
-def _check(name: str, x: Tensor, bad: Tensor, expected: str) -> Check:
-    def find() -> Problem | None:
-        first = bad.nonzero()
-        return Problem(name, x[first[0]].item(), expected, token=int(first[0])) if len(first) else None
-
-    return Check(bad.any(), find)

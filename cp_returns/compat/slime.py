@@ -23,11 +23,11 @@ import torch
 from torch import Tensor
 
 from cp_returns.admission import admit
-from cp_returns.agreement import ENVELOPE, Check, Facts, Problem, agree, refuse
+from cp_returns.agreement import ENVELOPE, Facts, agree, check_each, refuse
 from cp_returns.arrays import quiet
 from cp_returns.collectives import AllGather, alone, call
 from cp_returns.context import WHERE, CPContext
-from cp_returns.errors import CPCollectiveError, CPInputError
+from cp_returns.errors import CPCollectiveError, CPInputError, text_of
 from cp_returns.estimators import gae
 from cp_returns.groups import context_parallel, data_and_context_parallel, device_of, given, rank_and_size
 from cp_returns.layout import Integers, Layout, zigzag
@@ -272,23 +272,15 @@ def distributed_masked_whiten(
             raise CPInputError(f"shape of mask is {list(mask.shape)}; expected {list(values.shape)}, that of values")
         if not isinstance(epsilon, Real) or not epsilon >= 0:
             raise CPInputError(f"epsilon is {epsilon!r}; expected a number that is at least 0")
-        x, valid = values.reshape(-1), mask.reshape(-1) != 0
-        facts = Facts({"shift_mean": shift_mean, "epsilon": epsilon}, checks=[_binary(mask.reshape(-1))])
+        x, flat = values.reshape(-1), mask.reshape(-1)
+        valid = flat != 0
+        check = check_each("mask", flat, valid & (flat != 1), "0 or 1", of="token")
+        facts = Facts({"shift_mean": shift_mean, "epsilon": epsilon}, checks=[check])
         local = moments(x, as_bits(valid))
     merged = merge(agree(all_gather, facts, local, step="whiten", where="rank", size=MESSAGE))
     options = {"ddof": 1, "eps": epsilon, "eps_mode": "add", "center": True, "shift_mean": shift_mean, "scale": True}
     white = apply(x, as_bits(torch.ones_like(valid)), merged, options)
     return torch.where(merged[0] > 0, white, 0.0).to(values.dtype).view_as(values)
-
-
-def _binary(mask: Tensor) -> Check:
-    odd = (mask != 0) & (mask != 1)
-
-    def find() -> Problem | None:
-        first = odd.nonzero()
-        return Problem("mask", mask[first[0]].item(), "0 or 1", token=int(first[0])) if len(first) else None
-
-    return Check(odd.any(), find)
 
 
 # slime.backends.megatron_utils.cp_utils
@@ -440,8 +432,7 @@ def _together(
     except CPCollectiveError:  # of a `_together` inside this one: a peer is gone
         raise
     except Exception as error:
-        text = str(error) if isinstance(error, CPInputError) else f"{type(error).__name__}: {error}"
-        refuse(all_gather, text, device_of(all_gather), step=step, where=where, size=size)
+        refuse(all_gather, text_of(error), device_of(all_gather), step=step, where=where, size=size)
         raise
 
 
@@ -457,7 +448,7 @@ def _context(
 
 def _device(tensors: list[Tensor], all_gather: AllGather = alone) -> torch.device:
     """Where the batch lives, also an empty one."""
-    return next((x.device for x in tensors if isinstance(x, Tensor)), device_of(all_gather))
+    return device_of(all_gather, *tensors)
 
 
 def _packed(name: str, tensors: list[Tensor], counts: Integers, device: torch.device) -> Tensor:
